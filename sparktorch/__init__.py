@@ -87,11 +87,11 @@ __all__ = sorted([*_HOMES, "__version__"])
 def _refuse_namesake() -> None:
     """Refuses to share the package folder with the unrelated PyPI project of the same name."""
     try:
-        found = version("sparktorch")
+        installed = version("sparktorch")
     except PackageNotFoundError:
         return
     raise ImportError(
-        f"the distribution 'sparktorch' {found} is installed: an unrelated project, whose files share this "
+        f"the distribution 'sparktorch' {installed} is installed: an unrelated project, whose files share this "
         "package's folder. Run: pip uninstall -y sparktorch && pip install --force-reinstall sparktorch-estimator"
     )
 

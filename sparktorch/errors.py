@@ -21,6 +21,7 @@ __all__ = [
     "ClusterError",
     "ColumnError",
     "ConfigError",
+    "ConflictError",
     "DatasetError",
     "ModuleError",
     "PersistenceError",
@@ -127,6 +128,12 @@ class ConfigError(SparkTorchError, ValueError):
     """A Param or a configuration key has a value that cannot work."""
 
     code = "ST-SETTING"
+
+
+class ConflictError(ConfigError):
+    """Two settings exclude each other, or one has no effect without the other."""
+
+    code = "ST-CLASH"
 
 
 class ColumnError(SparkTorchError, ValueError):

@@ -103,8 +103,8 @@ class Batch:
         Label and weights are those of the real samples, if there are any.
         """
         if not count:
-            nothing = torch.zeros(self.sample_count, device=self.inputs[0].device)
-            return replace(self, rows=0, weight=nothing, loss_weight=nothing)
+            zeros = torch.zeros(self.sample_count, device=self.inputs[0].device)
+            return replace(self, rows=0, weight=zeros, loss_weight=zeros)
         real = self.slice(0, count)
         return replace(self, rows=count, label=real.label, weight=real.weight, loss_weight=real.loss_weight)
 
@@ -150,10 +150,10 @@ class Batch:
         if self.tokens is None:
             return self
         width, longest = self.named[MASK].shape[1], max(1, int(self.tokens.max()))
-        others = [tensor for name, tensor in self.named.items() if name not in _TOKENS]
-        others += [] if self.label is None else [self.label]
+        tensors = [tensor for name, tensor in self.named.items() if name not in _TOKENS]
+        tensors += [] if self.label is None else [self.label]
         # Another tensor that is as wide as the mask may hold a value for each token, and must stay as wide as these.
-        if any(tensor.shape[1:2] == (width,) for tensor in others):
+        if any(tensor.shape[1:2] == (width,) for tensor in tensors):
             return self
         inputs = [
             tensor[:, :longest] if name in _TOKENS and tensor.shape[1:2] == (width,) else tensor
@@ -230,8 +230,8 @@ def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
     batches = [batch.slice(start, end) for start, end in pairwise(edges)] or [batch]
     if len(batches) == parts:
         return batches
-    nothing = torch.zeros(min_rows, device=batch.inputs[0].device)
-    empty = replace(batch.complete().slice(0, min_rows), weight=nothing, loss_weight=nothing, rows=0)
+    zeros = torch.zeros(min_rows, device=batch.inputs[0].device)
+    empty = replace(batch.complete().slice(0, min_rows), weight=zeros, loss_weight=zeros, rows=0)
     return [*batches, *[empty] * (parts - len(batches))]
 
 

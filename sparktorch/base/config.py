@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from sparktorch.base.metric_names import best_by_name
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ConfigError, ConflictError, nearest
 
 __all__ = [
     "INITIAL_WEIGHTS",
@@ -140,9 +140,7 @@ class TrainConfig:
     def _check_class_weights(self) -> None:
         """Refuses class weights where there are no classes, and those that are all zero."""
         if self.class_weights is not None and self.task != "classification":
-            raise ConfigError(
-                "classWeights are given, but the labels are no classes", param="classWeights", code="ST-CLASH"
-            )
+            raise ConflictError("classWeights are given, but the labels are no classes", param="classWeights")
         if self.class_weights is not None and not any(self.class_weights):
             raise ConfigError(
                 "classWeights are all zero", hint="give some class a weight", param="classWeights", code="ST-VALUE"
@@ -151,18 +149,14 @@ class TrainConfig:
     def _check_micro_batches(self) -> None:
         """Refuses micro-batches whose number is set twice, and those that would keep apart what must be together."""
         if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
-            raise ConfigError(
+            raise ConflictError(
                 "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
                 hint="leave out accumulationSteps and microBatchSize, or syncBatchNorm",
                 param="syncBatchNorm",
-                code="ST-CLASH",
             )
         if self.micro_batch_size is not None and self.accumulation_steps != 1:
-            raise ConfigError(
-                "accumulationSteps and microBatchSize are both set",
-                hint="set one of them",
-                param="microBatchSize",
-                code="ST-CLASH",
+            raise ConflictError(
+                "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"
             )
 
     @property

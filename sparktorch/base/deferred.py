@@ -137,12 +137,12 @@ class Deferred:
     @torch.no_grad()
     def _reset(self, path: str) -> dict[int, torch.Tensor]:
         """Returns the values that a module's tensors get when it is reset, by the `id` of what stands for them."""
-        first = again = self._drawn(path, 0)
+        first = second = self._drawn(path, 0)
         if not all(_has_nan(value) for _, value in first.values()):
-            again = self._drawn(path, 1)
+            second = self._drawn(path, 1)
         for key, (name, value) in first.items():
             # A value that was not set is NaN, which is unlike itself, or what it was filled with, which differs.
-            if not self._saved_name(key) and (value.is_meta or bool((value != again[key][1]).any())):
+            if not self._saved_name(key) and (value.is_meta or bool((value != second[key][1]).any())):
                 kind, full_name = type(self._blank.get_submodule(path)).__qualname__, f"{path}.{name}".removeprefix(".")
                 what = f"with modelDir, {full_name!r} has no value: no reset_parameters() sets it"
                 hint = f"set it in a method reset_parameters() of {kind}, or of what it is in; or leave modelDir out"

@@ -16,10 +16,7 @@ import torch
 
 from sparktorch.base.devices import is_host, module_of
 
-__all__ = [
-    *("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"),
-    "trim",
-]
+__all__ = [*("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"), "trim"]
 
 # glibc's mallopt numbers its parameters so.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -50,9 +47,9 @@ def available_bytes() -> float:
     is in, as those of Kubernetes' containers, and of its address space (`spark.executor.pyspark.memory`). 0 in a
     container of YARN without a control group's limit: YARN counts its use, and no process is told how much it may be.
     """
-    left, limits = [math.inf], [math.inf]
+    available, limits = [math.inf], [math.inf]
     with suppress(*_UNREADABLE):
-        left.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
+        available.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
     with suppress(*_UNREADABLE):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -60,10 +57,10 @@ def available_bytes() -> float:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with suppress(*_UNREADABLE):
-            left.append(limit - 1024 * _field(Path("/proc/self/status"), "VmSize:"))
+            available.append(limit - 1024 * _field(Path("/proc/self/status"), "VmSize:"))
     if "CONTAINER_ID" in os.environ and min(limits) == math.inf:
         return 0
-    return max(0, min(left + limits))
+    return max(0, min(available + limits))
 
 
 def _groups(path: str, kinds: str) -> list[float]:
@@ -76,10 +73,10 @@ def _groups(path: str, kinds: str) -> list[float]:
     # The group's folder does not exist if the container sees its own group as the root, which is among the parents.
     group = root / path.lstrip("/")
     folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    return [_left(folder, limits, use, cache) for folder in folders]
+    return [_left_in_group(folder, limits, use, cache) for folder in folders]
 
 
-def _left(folder: Path, limits: Sequence[str], use: str, cache: str) -> float:
+def _left_in_group(folder: Path, limits: Sequence[str], use: str, cache: str) -> float:
     """Returns how many bytes a control group has left; infinite if it has no limit."""
     limit = math.inf
     for name in limits:

@@ -43,11 +43,9 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
         return name in self._files
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of the tensors."""
         return iter(self._files)
 
     def __len__(self) -> int:
-        """Returns the number of tensors."""
         return len(self._files)
 
     def delete(self) -> None:

@@ -62,18 +62,18 @@ def run(options: argparse.Namespace) -> int:
     settings = dict(options.conf)
     launch = Launch(world_size=options.num_workers, device=options.device, rendezvous=options.rendezvous)
     master = options.master or options.remote or settings.get("spark.master", "")
-    about = {"sparktorch": sparktorch.__version__, "spark": pyspark.__version__, "master": master}
+    facts = {"sparktorch": sparktorch.__version__, "spark": pyspark.__version__, "master": master}
     try:
         with session(options, "sparktorch doctor", quiet=True) as spark:
-            about["master"] = setting(spark, "spark.master", master)
+            facts["master"] = setting(spark, "spark.master", master)
             findings = check_all(spark, launch, options.checkpoint_dir, options.timeout)
     except NoSessionError as error:
         findings = [error.finding]
     if options.json:
-        report = {**about, "status": worst(findings), "findings": [asdict(finding) for finding in findings]}
+        report = {**facts, "status": worst(findings), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=2))
     else:
-        print_table(findings, f"sparktorch {about['sparktorch']} on Spark {about['spark']}, {about['master']}")
+        print_table(findings, f"sparktorch {facts['sparktorch']} on Spark {facts['spark']}, {facts['master']}")
     return 1 if worst(findings) == "failure" else 0
 
 

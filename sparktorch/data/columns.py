@@ -312,25 +312,25 @@ def positions_of(inputs: Sequence[TensorSpec]) -> list[int]:
     """Returns the index among the user's columns of each column of the specs: spec by spec, packed ones one by one."""
     count = sum(len(spec.sources) or 1 for spec in inputs)
     packed = {position for spec in inputs for position in spec.places}
-    rest = iter([position for position in range(count) if position not in packed])
+    unpacked = iter([position for position in range(count) if position not in packed])
     positions: list[int] = []
     for spec in inputs:
-        positions += spec.places or islice(rest, len(spec.sources) or 1)
+        positions += spec.places or islice(unpacked, len(spec.sources) or 1)
     return positions
 
 
 def name_parts(name: str) -> list[str]:
     """Returns the parts of a path into structs, parsed as by Spark; a name that is no path is one part."""
     parts: list[str] = []
-    at = 0
-    match = _PART.match(name, at)
+    position = 0
+    match = _PART.match(name, position)
     while match is not None:
         parts.append(match[2] or match[1].replace("``", "`"))
-        at = match.end() + 1
+        position = match.end() + 1
         if match.end() == len(name) or name[match.end()] != ".":
             break
-        match = _PART.match(name, at)
-    return parts if at == len(name) + 1 else [name]
+        match = _PART.match(name, position)
+    return parts if position == len(name) + 1 else [name]
 
 
 def plain_names(names: Sequence[str]) -> list[str]:

@@ -77,7 +77,7 @@ class RowStorage:
         """
         self._directory, self._budget = os.fspath(directory), budget
         self._spools: list[Spool] = []
-        self._held = 0
+        self._bytes = 0
         self._disk = None if budget else _Disk(self._directory)
 
     @property
@@ -95,8 +95,8 @@ class RowStorage:
 
     def appended(self, size: int) -> None:
         """Counts `size` appended bytes; moves all rows to disk once they exceed the budget."""
-        self._held += size
-        if self._disk is None and self._held > self._budget:
+        self._bytes += size
+        if self._disk is None and self._bytes > self._budget:
             self._disk = _Disk(self._directory)
             for spool in self._spools:
                 spool.move(self._disk)
@@ -163,17 +163,17 @@ class _Disk:
     def write(self, values: memoryview, position: int, room: int) -> int:
         """Writes at most `room` bytes at a file position; returns the number of bytes written, up to 1 GiB."""
         try:
-            done = os.pwrite(self.file.fileno(), values[: min(room, _MOST_AT_ONCE)], position)
+            count = os.pwrite(self.file.fileno(), values[: min(room, _MOST_AT_ONCE)], position)
         except OSError as error:
             raise self._unwritable(error, len(values)) from error
-        self.written += done
-        return done
+        self.written += count
+        return count
 
     def read(self, into: memoryview, position: int) -> int:
         """Reads bytes at a file position; returns the number of bytes read, up to 1 GiB."""
         try:
-            done = os.preadv(self.file.fileno(), [into[:_MOST_AT_ONCE]], position)
-            if not done:
+            count = os.preadv(self.file.fileno(), [into[:_MOST_AT_ONCE]], position)
+            if not count:
                 raise OSError(errno.EIO, f"the last {len(into)} bytes of some rows are missing")
         except OSError as error:
             raise ClusterError(
@@ -181,7 +181,7 @@ class _Disk:
                 hint="the disk is failing, or something has cut the file off: look at the host's kernel log",
                 code="ST-LOCAL-DISK",
             ) from error
-        return done
+        return count
 
     def expect(self, position: int, size: int) -> None:
         """Has the system read `size` bytes at a file position into its cache."""
@@ -267,12 +267,12 @@ class _FileRows:
         self.nbytes = 0
 
     def append(self, values: Array) -> None:
-        left = _bytes(np.ascontiguousarray(values, self._dtype))
-        while len(left):
+        remaining = _bytes(np.ascontiguousarray(values, self._dtype))
+        while len(remaining):
             position, room = self._locate(self.nbytes)
-            written = self._disk.write(left, position, room)
+            written = self._disk.write(remaining, position, room)
             self.nbytes += written
-            left = left[written:]
+            remaining = remaining[written:]
 
     def finish(self) -> Array:
         rows = self.nbytes // self._row if self._row else 0
@@ -287,12 +287,12 @@ class _FileRows:
 
     def read(self, runs: Runs) -> Array:
         rows = np.empty((runs.count, *self._shape), self._dtype)
-        into, at = _bytes(rows), 0
+        into, start = _bytes(rows), 0
         for position, size in self._pieces(runs):
-            end = at + size
-            while at < end:
-                done = self._disk.read(into[at:end], position)
-                at, position = at + done, position + done
+            end = start + size
+            while start < end:
+                count = self._disk.read(into[start:end], position)
+                start, position = start + count, position + count
         return rows
 
     def _pieces(self, runs: Runs) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ def host_of(address: str) -> str:
 
 def address_towards(host: str) -> str:
     """Returns the local IPv4 address from which `host` is reached; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
-        line.connect((host, 9))  # Connecting a datagram socket sends nothing.
-        return str(line.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))  # Connecting a datagram socket sends nothing.
+        return str(probe.getsockname()[0])
     return ""

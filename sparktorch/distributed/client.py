@@ -34,14 +34,15 @@ from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchErro
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure"]
 
-# A rank that waits asks the store again after a pause, which grows from the first to the longest.
+# A rank that waits asks the store again after a pause, which grows from the first of these to the longest.
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.05
-# Rank 0 looks after pauses of at most so long whether all ranks have come to an agreement.
+# After pauses of at most this length, rank 0 looks whether all ranks have posted what they are to agree on.
 _GATHER_SECONDS = 0.01
 # A process that has used more processor time between two heartbeats has worked.
 _BUSY_SECONDS = 0.05
-# In this time, the driver looks for reports of errors about twenty times.
+# A rank that has failed waits this long for the driver's answer. Meanwhile, the driver looks about twenty times for
+# reports of errors.
 _ANSWER_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -64,7 +65,12 @@ class Order:
 
 
 class Client:
-    """One rank's client of the store."""
+    """One rank's client of the store.
+
+    Attributes:
+        store: The rank's connection to the store.
+        pause: The rank's part in a pause.
+    """
 
     def __init__(
         self, open_store: OpenStore, world: World, *, console: LogCapture | None = None, patience: float = 30.0
@@ -74,20 +80,27 @@ class Client:
         `console` captures what the rank logs and prints. After `patience` seconds without a heartbeat from the driver,
         the rank ends its process.
         """
-        self.store, self._heart_store = open_store(), open_store()
+        self.store = open_store()
+        self._heart_store = open_store()
         self._open_store = open_store
         self._world = world
         self._console = LogCapture() if console is None else console
         self._patience = patience
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
-        self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
-        # The processor seconds of the process at the last heartbeat, and whether they count as progress.
-        self._worked, self._counts_work = 0.0, False
+        self._moves = 0
+        # Whether the thread that made this client waits at the store.
+        self._waiting = False
+        self._owner = threading.get_ident()
+        # The processor seconds of the process at the last heartbeat, and whether processor time counts as progress.
+        self._worked = 0.0
+        self._counts_work = False
         self._kills = out_of_memory_kills()
-        self._publishes_progress = self._publishes_epochs = True
-        self._judged = self._ended = False
+        self._publishes_progress = True
+        self._publishes_epochs = True
+        self._judged = False
+        self._ended = False
         self._failure: SparkTorchError | None = None
-        # The client must be in no cycle of references, so that its connections close with the last one to it.
+        # The client must be in no cycle of references, so that its connections close with the last reference to it.
         weak_read: Any = weakref.WeakMethod(self.read)
 
         def read(key: str) -> dict[str, Any]:
@@ -96,7 +109,8 @@ class Client:
 
         self.pause = Pause(world, read)
         # Parcels are counted here, not in the store, whose counters can be changed without the token.
-        self._sent, self._sending = {"lines": 0, "warning": 0}, threading.Lock()
+        self._sent = {"lines": 0, "warning": 0}
+        self._sending = threading.Lock()
         self._beats = Beats(self.store.list_keys, self.store.read_all, world.world_size)
 
     @contextmanager
@@ -107,7 +121,11 @@ class Client:
         """
         stop = threading.Event()
         heart = Heart(
-            *(self.beat, self.pause.answer, self._world.rank, self._heart_store, self._open_store),
+            self.beat,
+            self.pause.answer,
+            self._world.rank,
+            self._heart_store,
+            self._open_store,
             interval=beat_seconds(self._world.world_size),
             patience=self._patience,
         )
@@ -140,12 +158,13 @@ class Client:
         self._moves += 1
 
     def count_work(self) -> None:
-        """From now on, processor time and printed lines count as progress, too, of code that reports none itself."""
-        self._worked, self._counts_work = time.process_time(), True
+        """Makes processor time and printed lines count as progress, too, for code that reports no progress itself."""
+        self._worked = time.process_time()
+        self._counts_work = True
 
     @contextmanager
     def working(self, phase: str) -> Iterator[None]:
-        """Context of a phase whose code reports no progress itself: in it, work counts, as after `count_work`."""
+        """Context for a phase whose code reports no progress itself: work counts in it, as after `count_work`."""
         self.enter(phase)
         counted = self._counts_work
         self.count_work()
@@ -155,7 +174,7 @@ class Client:
             self._counts_work = counted
 
     def moving(self, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items; each one counts as progress, as in `moved`."""
+        """Yields the items; each item counts as progress, as in `moved`."""
         for item in items:
             self.moved()
             yield item
@@ -163,8 +182,8 @@ class Client:
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges one JSON object with every rank; returns the objects in rank order; raises as `collect` does.
 
-        Rank 0 gathers them, and writes them down once for all others: if each rank read one from each other rank, the
-        store would send as many values as the square of their number.
+        Rank 0 gathers the objects, and writes them down once for all others: if each rank read the object of each other
+        rank, the store would send as many values as the square of the number of ranks.
         """
         self.post(topic, value)
         key = f"{topic}/all"
@@ -205,7 +224,7 @@ class Client:
     def orders(self) -> Iterator[Order]:
         """Yields the tasks that the driver sends to the ranks of a pool, until it ends or cancels (`Cancelled`) it.
 
-        Meanwhile this rank counts as waiting: the client of the task tells of its progress.
+        While a task runs, this rank counts as waiting here: the task's own client reports its progress.
         """
         for number in itertools.count():
             key = f"order/{number}"
@@ -229,10 +248,10 @@ class Client:
         self._judged = True
 
     def told_to_stop(self, epoch: int) -> bool:
-        """Returns whether the driver ends the training after that epoch, counted from 1.
+        """Returns whether the driver ends the training after an epoch, counted from 1.
 
-        Waits for the driver's decision, which is the same in every rank; without `await_verdicts`, it is no. Raises
-        `Cancelled` or `PeerFailure`, as `collect` does.
+        It waits for the driver's decision, which is the same in every rank; without `await_verdicts`, the training goes
+        on. It raises as `collect` does.
         """
         if not self._judged:
             return False
@@ -289,10 +308,10 @@ class Client:
         return failure
 
     def is_heard(self, error: BaseException) -> bool:
-        """Returns whether the driver ends the fit by itself, after this rank has reported its error to it.
+        """Returns whether the driver ends the fit by itself, after this rank has reported its error.
 
-        It does so once it knows the root cause, of which this rank's error may be a consequence. It has a second to
-        say so.
+        The driver does so once it knows the root cause, of which this rank's error may be a consequence. This waits up
+        to a second for the driver to say so.
         """
         if isinstance(error, Cancelled):
             return True
@@ -327,12 +346,11 @@ class Client:
         return RankError(what, hint=hint, code=code, trace=trace, **position)
 
     def beat(self, store: SealedStore) -> None:
-        """Sends the lines logged since the last heartbeat, and a heartbeat: all that the driver reads of each rank.
+        """Sends the lines logged since the last heartbeat, and a heartbeat: all that the driver reads from each rank.
 
-        The heartbeat has position, progress counters, memory, and the numbers of parcels of lines and of warnings by
-        now.
+        The heartbeat has position, progress counters, memory, and how many parcels of lines and warnings were sent.
         """
-        # The lines come first: a driver that reads the heartbeat must find the parcels that it counts.
+        # The lines come first: a driver that reads the heartbeat must find the parcels that the heartbeat counts.
         lines, lost = self._console.drain()
         self._look_at_work(printed=bool(lines))
         if lines:
@@ -358,17 +376,19 @@ class Client:
             return self._sent[kind] - 1
 
     def _look_at_work(self, *, printed: bool) -> None:
-        """Counts printed lines and processor time since the last heartbeat as progress, in code that reports none."""
+        """Counts printed lines and processor time since the last heartbeat as progress, if `count_work` was called."""
         now = time.process_time()
         if self._counts_work and (printed or now - self._worked > _BUSY_SECONDS):
             self.moved()
         self._worked = now
 
     def _wait(self, ready: Callable[[], T | None], patience: float | None = None, longest: float | None = None) -> T:
-        """Asks the store until it has an answer, and returns that; see `collect`."""
+        """Asks the store by `ready` until it returns an answer, and returns the answer; see `collect`."""
         # `Store.wait` of torch would not notice failed ranks, and would log each time-out.
-        longest = longest or paced(_LONGEST_PAUSE, self._world.world_size)
-        pause, pulses = min(paced(_FIRST_PAUSE, self._world.world_size // 4), longest), Pulses[Any]()
+        if longest is None:
+            longest = paced(_LONGEST_PAUSE, self._world.world_size)
+        pause = min(paced(_FIRST_PAUSE, self._world.world_size // 4), longest)
+        pulses = Pulses[Any]()
         # The checkpoint's thread may wait while the training goes on: then the rank does not count as waiting.
         in_main_thread = threading.get_ident() == self._owner
         if in_main_thread:

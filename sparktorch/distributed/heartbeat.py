@@ -1,9 +1,10 @@
-"""Heartbeats: sends a rank's own, and tells which ranks are silent or make no progress.
+"""Heartbeats: sends those of a rank, and tells which ranks are silent or make no progress.
 
 All times are taken from the observing process's clock: clocks of other hosts may differ.
 
-One thread of the driver serves the store for all ranks. Each rank asks it at most once in as many milliseconds as there
-are ranks (`paced`), so what it does in a second stays the same from some hundred ranks on.
+One thread of the driver serves the store for all ranks. With many ranks, each rank asks the store less often: at most
+once in as many milliseconds as there are ranks (`paced`). So the load on that thread stays the same from some hundred
+ranks on.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from sparktorch.distributed.store import OpenStore, SealedStore
 
 __all__ = [
     *("Beats", "Heart", "Pulse", "Pulses"),
-    *("beat_seconds", "paced", "silent_among", "silent_seconds", "waited_for"),
+    *("beat_seconds", "paced", "silent_among", "silent_seconds", "suspects"),
 ]
 
+# The store has this time to answer one rank.
 _RANK_SECONDS = 0.001
 _BEAT_SECONDS = 0.5
+# A rank counts as silent after this many beats.
 _SILENT_BEATS = 2.4
+# The part of a rank's stack that users know begins with the first frame from this folder.
 _BODY = "sparktorch/worker/"
-# After a try to connect, a rank waits so long for the next one.
+# A rank that could not connect tries again after this time.
 _RETRY_SECONDS = 0.2
-# A rank whose driver is gone gets so long to end by itself.
+# A rank whose driver is gone has this time to end by itself.
 _LEAVING_SECONDS = 2.0
 
 Beat = dict[str, Any]
@@ -43,7 +47,10 @@ R = TypeVar("R")
 
 
 def paced(seconds: float, ranks: int) -> float:
-    """Returns how often a rank, or the driver for all ranks, asks the store: `seconds`, or with many ranks longer."""
+    """Returns the pause, in seconds, after which a rank asks the store again: `seconds`, or longer with many ranks.
+
+    The driver, which asks once for all ranks, keeps the same pauses.
+    """
     return max(seconds, ranks * _RANK_SECONDS)
 
 
@@ -63,26 +70,30 @@ class Beats:
     def __init__(
         self, list_keys: Callable[[], list[str]], read: Callable[[list[str]], Sequence[Beat | None]], ranks: int
     ) -> None:
-        """Takes functions that list the store's keys, and that read keys which are in the store."""
-        self._list_keys, self._read = list_keys, read
-        self._begun, self._missing = list[int](), set(range(ranks))
+        """Takes a function that lists the store's keys, and a function that reads keys which are in the store."""
+        self._list_keys = list_keys
+        self._read = read
+        self._begun: list[int] = []
+        self._missing = set(range(ranks))
 
     def read(self) -> dict[int, Beat]:
         """Returns the last heartbeat of each rank that has begun."""
+        # Two threads may read at once, so both collections are replaced, never changed.
         if self._missing:
             keys = set(self._list_keys())
-            new = {rank for rank in self._missing if f"beat/{rank}" in keys}
-            self._begun, self._missing = sorted({*self._begun, *new}), self._missing - new
+            begun_since = {rank for rank in self._missing if f"beat/{rank}" in keys}
+            self._begun = sorted({*self._begun, *begun_since})
+            self._missing = self._missing - begun_since
         begun = self._begun
         beats = zip(begun, self._read([f"beat/{rank}" for rank in begun]), strict=True)
         return {rank: beat for rank, beat in beats if beat is not None}
 
 
 class Heart:
-    """Two threads: one sends a rank's heartbeats and log lines, one ends the process when the driver is gone.
+    """Two threads: one sends a rank's heartbeats and log lines, the other ends the process when the driver is gone.
 
-    They are separate because a store behind a broken network neither answers nor refuses: a request may block for
-    minutes.
+    The threads are separate because a store behind a broken network neither answers nor refuses: a request may block
+    for minutes.
     """
 
     def __init__(
@@ -96,39 +107,53 @@ class Heart:
         interval: float,
         patience: float,
     ) -> None:
-        """Takes a function that sends a heartbeat, and one that answers the driver when it asks for a pause.
+        """Takes the rank's functions for its heartbeats, and its connection to the store.
 
-        Both get a connection: `store`, and, when that is broken, one that `open_store` opens. `interval` is the time
-        between two heartbeats, and `patience` the time for which those of the driver may stay away, in seconds.
+        Args:
+            beat: Sends a heartbeat over a connection.
+            pause: Answers, over a connection, the driver that asks for a pause.
+            rank: The rank.
+            store: The connection.
+            open_store: Opens another connection when the first one is broken.
+            interval: Seconds between two heartbeats.
+            patience: Seconds for which the driver's heartbeats may stay away.
         """
-        self._send, self._pause, self._rank, self._open_store = beat, pause, rank, open_store
+        self._send = beat
+        self._pause = pause
+        self._rank = rank
         self._store = store
+        self._open_store = open_store
         self._patience = patience
         self._interval = min(interval, patience / 4)
-        self._leaving = max(_LEAVING_SECONDS, 2 * interval)  # A rank that waits looks as often as it beats.
+        # A rank that waits for others sees only with its next look, one interval later at most, that it must end.
+        self._leaving_seconds = max(_LEAVING_SECONDS, 2 * interval)
         self._owner = threading.get_ident()
-        self._driver: bytes | None = None
-        self._heard = 0
-        self._over = threading.Event()
+        # The driver's last heartbeat, and the number of answers that have shown so far that the driver lives.
+        self._driver_beat: bytes | None = None
+        self._beats_of_driver = 0
+        self._has_ended = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
         """Sends heartbeats until `stop` is set, and a last one; ends the process if the driver is gone or cancels.
 
-        The last one takes the connection of all others, so none overtakes it. It answers a question for a pause, too.
+        The last heartbeat takes the connection of all earlier ones, so none overtakes it. With it, the rank also
+        answers a driver that asks for a pause.
         """
-        beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
-        beats.start()
-        # Checks are counted, not the time of the clock: the process may have been suspended.
-        heard, silent = self._heard, 0.0
-        while silent < self._patience and not self._over.is_set():
+        beat_thread = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
+        beat_thread.start()
+        beats_before = self._beats_of_driver
+        silent_for = 0.0
+        while silent_for < self._patience and not self._has_ended.is_set():
             if stop.wait(self._interval):
-                beats.join(_LEAVING_SECONDS)
+                beat_thread.join(_LEAVING_SECONDS)
                 return
-            silent = silent + self._interval if self._heard == heard else 0.0
-            heard = self._heard
-        if not stop.wait(self._leaving):
-            silence = f"has not been heard of for driverTimeout ({self._patience:g} s)"
-            why = silence if silent >= self._patience else "has gone, or has given up the fit"
+            # Waits are added up instead of reading the clock, which goes on while the process is suspended.
+            silent_for = silent_for + self._interval if self._beats_of_driver == beats_before else 0.0
+            beats_before = self._beats_of_driver
+        if not stop.wait(self._leaving_seconds):
+            why = "has gone, or has given up the fit"
+            if silent_for >= self._patience:
+                why = f"has not been heard of for driverTimeout ({self._patience:g} s)"
             print(f"rank {self._rank} ends: its driver {why}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -137,18 +162,18 @@ class Heart:
         store: SealedStore | None = self._store
         self._store.set_timeout(timedelta(seconds=self._patience))
         while store is not None:
-            last = stop.wait(self._interval)
+            is_last = stop.wait(self._interval)
             try:
                 self._send(store)
-                if self._is_cancelled(store, last=last) or last:
+                if self._obey_driver(store, is_last=is_last) or is_last:
                     break
             except (dist.DistError, RuntimeError):
                 # A broken connection does not mean that the driver is gone.
-                store = None if last else self._open(stop)
-        self._over.set()
+                store = None if is_last else self._open(stop)
+        self._has_ended.set()
 
     def _open(self, stop: threading.Event) -> SealedStore | None:
-        """Returns a connection; `None` if there is none in time, or once `stop` is set: the store may be closed."""
+        """Returns a new connection; `None` if there is none in time, or once `stop` is set: the store may be closed."""
         deadline = time.monotonic() + self._patience
         while not stop.is_set() and time.monotonic() < deadline:
             with suppress(dist.DistError, RuntimeError):
@@ -158,21 +183,23 @@ class Heart:
             stop.wait(_RETRY_SECONDS)
         return None
 
-    def _is_cancelled(self, store: SealedStore, *, last: bool) -> bool:
-        """Reads the driver's heartbeat, and does what it asks for: a pause, or the rank's Python stack.
+    def _obey_driver(self, store: SealedStore, *, is_last: bool) -> bool:
+        """Reads the driver's heartbeat, and does what it asks for; returns whether the driver has cancelled the fit.
 
-        If a rank hosts the store there is none, and any answer counts.
+        It may ask for a pause, or for the rank's Python stack. If a rank hosts the store, the driver sends no
+        heartbeats, and any answer of the store counts as one.
         """
         message = store.peek("driver")
-        if message is None and self._driver is not None:
+        if message is None and self._driver_beat is not None:
             return True  # This is the store of a later attempt, at the same port.
-        if message is None or message != self._driver:
-            self._heard += 1
-        self._driver = message
+        if message is None or message != self._driver_beat:
+            self._beats_of_driver += 1
+        self._driver_beat = message
         request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
         if message is not None:
             request = json.loads(message)
-        if request["pause"] or last:
+        # A rank that ends answers before the driver asks: ranks that are asked later wait for its answer.
+        if request["pause"] or is_last:
             self._pause(store)
         if self._rank in request["stacks"]:
             store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
@@ -181,25 +208,31 @@ class Heart:
 
 @dataclass
 class Pulse(Generic[R]):
-    """A rank's last heartbeat, when it last changed, and when its progress last changed, by `time.monotonic`."""
+    """A rank's last heartbeat, and when it changed.
 
-    beat: float
-    moved: float
+    Attributes:
+        changed_at: When the heartbeat last changed, by `time.monotonic`.
+        moved_at: When its progress fields last changed, by `time.monotonic`.
+        record: The heartbeat.
+    """
+
+    changed_at: float
+    moved_at: float
     record: R
 
 
 def _all_fields(record: R) -> R:
-    """Returns a heartbeat of which every field says that the rank makes progress."""
+    """Returns the heartbeat: each of its fields counts as progress."""
     return record
 
 
 class Pulses(dict[int, Pulse[R]]):
     """The last heartbeat of each rank, and when it last changed."""
 
-    def __init__(self, moves: Callable[[R], Any] = _all_fields) -> None:
-        """Takes a function that returns the progress fields of a heartbeat, by default all of them."""
+    def __init__(self, progress_in: Callable[[R], Any] = _all_fields) -> None:
+        """Takes a function that returns the progress fields of a heartbeat, by default all fields."""
         super().__init__()
-        self._moves = moves
+        self._progress_in = progress_in
 
     def note(self, rank: int, record: R, *, at: float | None = None) -> None:
         """Records a rank's heartbeat, seen at time `at` of `time.monotonic`, by default now."""
@@ -208,16 +241,16 @@ class Pulses(dict[int, Pulse[R]]):
         if last is None:
             self[rank] = Pulse(now, now, record)
             return
-        pulse = Pulse(last.beat, last.moved, record)
+        pulse = Pulse(last.changed_at, last.moved_at, record)
         if last.record != record:
-            pulse.beat = now
-            if self._moves(last.record) != self._moves(record):
-                pulse.moved = now
+            pulse.changed_at = now
+            if self._progress_in(last.record) != self._progress_in(record):
+                pulse.moved_at = now
         self[rank] = pulse
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since a rank's heartbeat last changed."""
-        return time.monotonic() - self[rank].beat
+        return time.monotonic() - self[rank].changed_at
 
 
 def silent_among(
@@ -225,39 +258,43 @@ def silent_among(
 ) -> set[int]:
     """Returns the ranks whose heartbeats do not change for `seconds` though they have not said that they end.
 
-    It waits until each rank has sent another heartbeat, or has been silent for so long. `pulses` says since when a
-    heartbeat has not changed.
+    It waits until each rank has sent another heartbeat, or has been silent for `seconds`. `read` returns the last
+    heartbeats, and `pulses` knows since when they have not changed.
     """
     before = beats = read()
-    waiting, silent = set(ranks), set[int]()
+    undecided = set(ranks)
+    silent: set[int] = set()
     while True:
         now = time.monotonic()
-        for rank in waiting & beats.keys():
+        for rank in undecided & beats.keys():
             pulses.note(rank, beats[rank], at=now)
-        silent |= {rank for rank in waiting if rank in pulses and now - pulses[rank].beat >= seconds}
-        waiting = {rank for rank in waiting & beats.keys() if beats[rank] == before.get(rank)} - silent
-        if not waiting:
+        silent |= {rank for rank in undecided if rank in pulses and now - pulses[rank].changed_at >= seconds}
+        unchanged = {rank for rank in undecided & beats.keys() if beats[rank] == before.get(rank)}
+        undecided = unchanged - silent
+        if not undecided:
             return {rank for rank in silent if not pulses[rank].record["ended"]}
         time.sleep(seconds / 20)
         beats = read()
 
 
-def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
-    """Returns the ranks that wait for no other rank; all other ranks may be waiting for them.
+def suspects(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
+    """Returns the ranks that wait for no other rank: if the job stalls, the others may be waiting for these.
 
-    A rank that has started more collectives than another one waits for that one.
+    A rank waits for another one at the store, or in a collective that the other one has not started.
     """
-    begun = [pulse.record["collectives"] for pulse in pulses.values()]
-    fewest = min((count for count in begun if count is not None), default=None)
-    return [
-        rank
-        for rank, pulse in pulses.items()
-        if not pulse.record["waiting"] and (fewest is None or pulse.record["collectives"] in (fewest, None))
-    ]
+    started = [pulse.record["collectives"] for pulse in pulses.values()]
+    fewest = min((count for count in started if count is not None), default=None)
+
+    def waits_for_none(record: Beat) -> bool:
+        # A rank without a process group has no number of collectives.
+        is_ahead = fewest is not None and record["collectives"] not in (fewest, None)
+        return not (record["waiting"] or is_ahead)
+
+    return [rank for rank, pulse in pulses.items() if waits_for_none(pulse.record)]
 
 
 def _stack_of(thread: int) -> str:
-    """Returns the Python stack of a thread, without Spark's frames outside `worker`."""
+    """Returns the Python stack of a thread, without Spark's frames around those of `worker`."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
-    body = [index for index, frame in enumerate(frames) if _BODY in frame.filename]
-    return "".join(traceback.format_list(frames[body[0] :] if body else frames))
+    start = next((index for index, frame in enumerate(frames) if _BODY in frame.filename), 0)
+    return "".join(traceback.format_list(frames[start:]))

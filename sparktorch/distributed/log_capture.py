@@ -15,8 +15,8 @@ __all__ = ["KEPT_LINES", "LogCapture", "excerpt", "last_lines"]
 KEPT_LINES = 100
 
 _LONGEST_LINE = 2000
-# Texts of errors have at most so many characters: torch's store takes values of 8 MiB, and JSON needs up to 12 bytes
-# for a character.
+# The most characters in a text of an error. Torch's store takes values of 8 MiB, and JSON needs up to 12 bytes for a
+# character.
 _LONGEST_TEXT = 100_000
 
 # Log records have this attribute where they are captured; it says whether the driver alone shows them.
@@ -38,19 +38,23 @@ class LogCapture:
 
     def __init__(self, level: int = logging.WARNING, *, shared: bool = False) -> None:
         """Takes the level from which on the driver shows lines; `INFO` and above are always captured."""
-        self.level, self.driver_level, self.shared = min(level, logging.INFO), level, shared
+        self.level = min(level, logging.INFO)
+        self.driver_level = level
+        self.shared = shared
         self.paused = False
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
-        self._new: deque[Line] = deque(maxlen=KEPT_LINES)
+        # The lines since the last `drain`, and the number of lines that `_unsent` has dropped since then.
+        self._unsent: deque[Line] = deque(maxlen=KEPT_LINES)
         self._lost = 0
 
     @contextmanager
     def overhearing(self) -> Iterator[None]:
         """Context that captures logs and prints; they still go where they went before, unless the driver shows them."""
         root = logging.getLogger()
-        level_before, handler = root.level, _Handler(self, self.level)
-        # Without a handler, `logging` writes to stderr. With that of this capture, it would not any more.
+        level_before = root.level
+        handler = _Handler(self, self.level)
+        # `logging` writes to stderr as long as there is no handler. The handler of this capture would end that.
         stderr_handler = None if root.handlers else logging.StreamHandler(sys.stderr)
         root.addHandler(handler)
         if stderr_handler is not None:
@@ -76,13 +80,13 @@ class LogCapture:
         with self._lock:
             self._last.extend(lines)
             by_driver = self.shared and level >= self.driver_level
-            # The driver gets the last lines only. Where lines would be lost, this process shows all of them itself.
-            if by_driver and len(self._new) + len(lines) > KEPT_LINES:
+            # The driver gets the last lines only. Where lines would be lost, this process shows the whole text itself.
+            if by_driver and len(self._unsent) + len(lines) > KEPT_LINES:
                 return False
             for line in lines:
-                if len(self._new) == KEPT_LINES:  # The deque drops its first line.
+                if len(self._unsent) == KEPT_LINES:  # The deque drops its first line.
                     self._lost += 1
-                self._new.append((level, line))
+                self._unsent.append((level, line))
         return by_driver
 
     def another(self) -> LogCapture:
@@ -92,8 +96,8 @@ class LogCapture:
     def drain(self) -> tuple[list[Line], int]:
         """Returns the last `KEPT_LINES` lines since the previous call, and how many earlier ones were dropped."""
         with self._lock:
-            lines, lost = list(self._new), self._lost
-            self._new.clear()
+            lines, lost = list(self._unsent), self._lost
+            self._unsent.clear()
             self._lost = 0
         return lines, lost
 
@@ -124,14 +128,14 @@ def _is_for_this_process(record: logging.LogRecord) -> bool:
 class _Handler(logging.Handler):
     """Captures log records, and marks those that the driver alone shows."""
 
-    def __init__(self, console: LogCapture, level: int) -> None:
+    def __init__(self, capture: LogCapture, level: int) -> None:
         super().__init__(level)
-        self._console = console
+        self._capture = capture
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            setattr(record, _BY_DRIVER, self._console.add(record.levelno, self.format(record)))
+            setattr(record, _BY_DRIVER, self._capture.add(record.levelno, self.format(record)))
         except Exception:  # The arguments do not fit the format string.
             self.handleError(record)
 
@@ -139,13 +143,15 @@ class _Handler(logging.Handler):
 class _Tee:
     """A stream whose lines are also captured."""
 
-    def __init__(self, stream: TextIO, console: LogCapture) -> None:
-        self._stream, self._console = stream, console
+    def __init__(self, stream: TextIO, capture: LogCapture) -> None:
+        self._stream = stream
+        self._capture = capture
         # The beginning of a line that is not captured yet.
         self._begun = ""
-        # The beginning of a line that is not written yet: if the driver shows the line, it is not written at all.
-        self._waiting = ""
-        self._waits = console.shared and console.driver_level <= logging.INFO
+        # Whether lines are written only once they end: a line that the driver shows is not written at all.
+        self._writes_whole_lines = capture.shared and capture.driver_level <= logging.INFO
+        # The beginning of a line that is not written yet.
+        self._unwritten = ""
         # Whether the line is a progress bar, which is written before it ends.
         self._is_bar = False
 
@@ -154,25 +160,27 @@ class _Tee:
         if "\r" in text:
             self._is_bar = True
         whole_lines, newline, self._begun = self._begun.rpartition("\n")
-        by_driver = bool(newline) and self._console.add(logging.INFO, whole_lines)
+        by_driver = bool(newline) and self._capture.add(logging.INFO, whole_lines)
         self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # Only the last state of a progress bar counts.
-        if self._waits and not self._is_bar:
-            lines, _, self._waiting = (self._waiting + text).rpartition("\n")
+        if self._writes_whole_lines and not self._is_bar:
+            lines, _, self._unwritten = (self._unwritten + text).rpartition("\n")
             self._stream.write("" if by_driver else f"{lines}{newline}")
         else:
-            self._stream.write(self._waiting + text)
-            self._waiting = ""
+            self._stream.write(self._unwritten + text)
+            self._unwritten = ""
         if newline:
             self._is_bar = False
         return len(text)
 
     def close(self) -> None:
-        """Writes what has waited for the end of its line; the stream itself stays open.
+        """Writes the beginning of a line that has no end yet; the stream itself stays open.
 
-        Nothing waits from then on: handlers of libraries may keep this object for longer than the driver shows lines.
+        From then on, all is written at once: handlers of libraries may keep this object for longer than the driver
+        shows lines.
         """
-        self._stream.write(self._waiting)
-        self._waiting, self._waits = "", False
+        self._stream.write(self._unwritten)
+        self._unwritten = ""
+        self._writes_whole_lines = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -42,8 +42,10 @@ __all__ = [
 # Whether torch can number the ranks of a group in the order in which they are listed.
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
+# The number of the request to Linux for an interface's address, from <linux/sockios.h>.
 _SIOCGIFADDR = 0x8915
 
+# What to do, by NCCL's error code.
 _NCCL_HINTS = {
     "ncclInvalidUsage": "is a GPU in the hands of two ranks? One rank needs one device: start one executor on each "
     "machine, or let the cluster manager isolate devices",
@@ -55,13 +57,13 @@ _NCCL_HINTS = {
 }
 
 # This list keeps the last groups of this process alive until the next ones open. Deleting a group joins threads that
-# may wait for the GIL. Dropping this reference releases the GIL meanwhile. Dropping the one in DDP's reducer, which a
-# traceback may keep alive, does not.
+# may wait for the GIL. Where this list has the last reference, dropping it releases the GIL meanwhile. Where DDP's
+# reducer has the last reference, which a traceback may keep alive, dropping it does not release the GIL.
 _last_groups: list[dist.ProcessGroup | None] = []
 
-# What `attach` enters here is left just before the process group closes.
+# Contexts that `attach` has entered: they are left just before the process group closes.
 _attached = ExitStack()
-# The timeout of the group that `process_group` opened last: groups within it wait as long.
+# The timeout of the group that `process_group` opened last; its subgroups have the same.
 _timeout: timedelta | None = None
 
 
@@ -74,7 +76,7 @@ def process_group(
     lone: bool = False,
     report: Callable[[BaseException], object] = no_op,
 ) -> Iterator[None]:
-    """Context with the default process group open over `store`; a single rank gets none unless `lone`.
+    """Context with the default process group open over `store`; a single rank gets no group unless `lone`.
 
     Reused Python workers keep module state: a group that an earlier job left open is closed first. `timeout` is how
     long a collective may wait. `report` is called with the block's exception before the group is closed: closing may
@@ -87,8 +89,8 @@ def process_group(
         dist.destroy_process_group()
     global _timeout
     _timeout = timeout
-    # A group's keys in the store have its number in this process. A group that could not be opened has been counted in
-    # this process alone, and the ranks would use different keys.
+    # A group's keys in the store have its number in this process. A group that could not be opened may have been
+    # counted in this process alone: then the ranks would use different keys.
     dist.distributed_c10d._world.group_count = 0
     with opening(world):
         try:
@@ -122,20 +124,21 @@ def abandon(error: BaseException, report: Callable[[BaseException], object]) -> 
     if isinstance(error, Exception):
         with suppress(Exception):  # The store may be gone, too.
             report(error)
-    # Groups are aborted first: destroying waits for pending collectives, and these wait for peers that may be
-    # destroying, too.
-    for group in _groups() if dist.group.WORLD is not None else ():
-        with suppress(Exception):
-            group.abort()
-    with suppress(Exception):  # An error of the end would replace the one that is the cause.
+    # Groups are aborted first: destroying a group waits for its pending collectives, which wait for peers that may be
+    # destroying their groups, too.
+    if dist.group.WORLD is not None:
+        for group in _groups():
+            with suppress(Exception):
+                group.abort()
+    with suppress(Exception):  # An error on closing would replace the error that is the cause.
         dist.destroy_process_group()
 
 
 def hang_up(error: BaseException) -> None:
-    """Closes the connections of the last groups, once an error has closed these: peers that wait for this rank end.
+    """Closes the connections of the last groups, which an error has closed, so that peers waiting for this rank end.
 
-    Connections close when nothing refers to their group; frames of the error's traceback may. With collectives that are
-    under way, this waits for the peers.
+    Connections close when nothing refers to their group any more; frames in the error's traceback may refer to it.
+    With collectives under way, this waits for the peers.
     """
     clear_frames(error)
     gc.collect()
@@ -149,15 +152,16 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def _groups() -> list[Any]:
-    """Returns the groups that all ranks work in: the default one, and those of `subgroup`; not those of a user."""
-    default, opened = dist.group.WORLD, dist.distributed_c10d._world.pg_map
+    """Returns the groups that this package has opened, the default group first; users may have opened others."""
+    default = dist.group.WORLD
+    opened = dist.distributed_c10d._world.pg_map
     return [default, *(group for group in _last_groups if group is not default and group in opened)]
 
 
 def set_up_error(error: BaseException) -> ClusterError | None:
     """Returns a user-facing error if NCCL cannot be set up; `None` for other errors, such as a lost peer.
 
-    The codes are those of `ncclResult_t` as torch spells them in `getNcclErrorDetailStr`
+    The message has a code from `ncclResult_t`, as torch spells it in `getNcclErrorDetailStr`
     (torch/csrc/distributed/c10d/NCCLUtils.cpp).
     """
     text = str(error)
@@ -173,7 +177,7 @@ def is_communication(error: BaseException) -> bool:
     signs = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL")
     for cause in causes(error):
         if isinstance(cause, SparkTorchError) and not isinstance(cause, RankError):
-            return False  # It is explained already, such as an NCCL that cannot be set up.
+            return False  # This error says already what is wrong, such as NCCL that cannot be set up.
         if isinstance(cause, dist.DistError):
             return True
         if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs):
@@ -182,15 +186,15 @@ def is_communication(error: BaseException) -> bool:
 
 
 def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
-    """Returns this rank's group of several groups, which the ranks open at once.
+    """Opens several groups at once, in all ranks; returns the group that this rank is in.
 
-    `groups` has the ranks of each group; every rank is in one of them. Without `KEEPS_ORDER`, torch numbers them in
-    ascending order. Collectives may wait as long as those of the default group.
+    `groups` has the ranks of each group; every rank is in one group. Without `KEEPS_ORDER`, torch numbers a group's
+    ranks in ascending order. Collectives may wait as long as those in the default group.
     """
     (members,) = (ranks for ranks in groups if world.rank in ranks)
     order: Any = {"sort_ranks": False} if KEEPS_ORDER else {}
     with opening(world):
-        # NCCL splits the default group, in which every rank takes part once. No rank opens groups of others.
+        # NCCL splits the default group, in which every rank takes part once. No rank opens a group that it is not in.
         group: Any = dist.new_group(members, timeout=_timeout, use_local_synchronization=True, **order)
     _calm_gloo()
     _last_groups.append(group)
@@ -198,14 +202,14 @@ def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def collectives_begun() -> int | None:
-    """Returns how many collectives this rank has started, `None` without a process group.
+    """Returns how many collectives this rank has started; `None` without a process group.
 
     The other ranks wait for the rank that has started the fewest.
     """
     if dist.group.WORLD is None:
         return None
     try:
-        # A group of accelerators also has a backend for CPU tensors. Types of devices may share one, which counts once.
+        # A group of accelerators also has a backend for CPU tensors. A backend that types of devices share counts once.
         backends: dict[int, Any] = {}
         for group in _groups():
             for device_type in group._device_types:
@@ -217,16 +221,16 @@ def collectives_begun() -> int | None:
 
 
 def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Returns the element-wise sum of float64 `values` of one shape over all ranks, on the CPU."""
-    return _reduced(values, world, dist.ReduceOp.SUM)
+    """Returns the element-wise sum of `values`, float64 of one shape, over all ranks, on the CPU."""
+    return _all_reduce(values, world, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Returns the element-wise maximum of `values` over all ranks, on the CPU; see `sum_over_ranks`."""
-    return _reduced(values, world, dist.ReduceOp.MAX)
+    return _all_reduce(values, world, dist.ReduceOp.MAX)
 
 
-def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+def _all_reduce(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
     reduced = values.to("cpu", copy=True)
     if world.world_size > 1:
         dist.all_reduce(reduced, operation)
@@ -234,7 +238,7 @@ def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpT
 
 
 def attach(resource: AbstractContextManager[Any]) -> None:
-    """Enters a context that is left just before the process group closes, with the block's exception if any."""
+    """Enters a context; it is left just before the process group closes, with the exception of the group's block."""
     _attached.enter_context(resource)
 
 
@@ -243,18 +247,19 @@ def opening(world: World) -> Iterator[None]:
     """Context with the environment variables that Gloo and NCCL read on opening a group; the user's values stay.
 
     Gloo and NCCL use the network interface that has the rank's address, instead of guessing by host name or taking the
-    first one. torch's NCCL watchdog threads do not end the process on an error of a collective or of CUDA, or on a
-    hang: they would do so before the rank could report it. The monitor on the driver finds stalled ranks. The variables
+    first interface. torch's NCCL watchdog threads do not end the process when a collective or CUDA fails or hangs: they
+    would do so before the rank could report it. The monitor on the driver finds stalled ranks. The variables
     and `ErrorHandlingMode` are in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
 
-    Ranks on CPUs record no collectives. torch's flight recorder would keep a few small objects of each of the last 2000
-    (torch/csrc/distributed/c10d/FlightRecorder.hpp), such as the names of groups, which are long but for that of the
-    default group. They lie in the host's memory between the blocks that a step frees: the allocator cannot join these
-    for the next step, and a rank of a mesh grows by many times the model. Torch reads the variable once in a process.
+    Ranks on CPUs record no collectives. torch's flight recorder would keep a few small objects for each of the last
+    2000 collectives (torch/csrc/distributed/c10d/FlightRecorder.hpp), such as the names of groups, which are long
+    except for the default group's. The objects lie in the host's memory between the blocks that a step frees. So the
+    allocator cannot join those blocks for the next step, and a rank of a mesh grows by many times the model. Torch
+    reads the variable once in a process.
     """
     name = _interface_of(world.address) if world.address else None
     variables = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    # Of the next two variables, users may have set the older names.
+    # Users may have set the next two variables under their older names.
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if is_host(world.device) and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
@@ -274,20 +279,21 @@ def opening(world: World) -> Iterator[None]:
 def _calm_gloo() -> None:
     """Keeps Gloo's event loop from preempting the threads that compute and send.
 
-    The loop spins while another thread holds a connection's lock. If it has preempted that very thread, it spins for
-    its whole time slice, which is several steps of a small model. Under `SCHED_BATCH` it wakes up as fast on an idle
-    core, but does not preempt other threads.
+    The loop spins while another thread holds a connection's lock. If the loop has preempted that very thread, it spins
+    for its whole time slice, which is several steps of a small model. Under `SCHED_BATCH` the loop wakes up as fast on
+    an idle core, but does not preempt other threads.
     """
-    for task in Path("/proc/self/task").glob("*"):
+    for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # The thread has ended, or this system has no batch threads.
-            if (task / "comm").read_text().strip() == "gloo_tcp_loop":
-                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+            if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _interface_of(address: str) -> str | None:
     """Returns the name of the network interface that has the IPv4 address, or `None`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # Linux takes, and fills, a `struct ifreq`: the name, of at most 15 bytes, and room for the answer.
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Set
 from typing import Any
 
 from sparktorch.base.host_memory import out_of_memory_kills
@@ -22,18 +23,24 @@ from sparktorch.errors import (
 
 __all__ = ["ChainError", "RootCause", "missing_module"]
 
+# Spark's message matches this pattern where a rank's process or executor may have died.
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
+# It matches this one where Spark has seen that the process of a task is gone.
 _GONE = r"exited unexpectedly|ExecutorLostFailure"
-# In this message, Spark names a stage and a partition, whose number is the rank.
+# Here, Spark names the stage and the partition of the task that ended first; the partition's number is the rank.
 _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"
+# A cluster manager has ended a container for its memory.
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
+# The group is the last line of a Python traceback: the exception's type and text.
 _RAISED = r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)(?:\n|$)"
+# The groups are the lost executor's id, what Spark saw of its end, and Spark's reason.
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
 # Spark's message has this code when it refuses a barrier job after coalesce(), union() or the like.
 _CHAIN = "SPARK-24820"
+# The group says who cancelled the job, and may be empty.
 _CANCELLED = r"Job \d+ cancelled *(.*?)(?: SQLSTATE: \w+)?(?:\n|$)"
 _GIB = 1 << 30
 _MORE_MEMORY = (
@@ -41,7 +48,8 @@ _MORE_MEMORY = (
     "microBatchSize"
 )
 
-# Where no rank could report, Spark's message says what has happened: a pattern of it, and the error, text and hint.
+# Where no rank could report, Spark's message says what has happened. Each row has a pattern for the message, and the
+# class, text and hint of the error.
 _REPORTED_BY_SPARK: tuple[tuple[str, type[SparkTorchError], str, str], ...] = (
     (
         _EXECUTOR + "|exited unexpectedly|FetchFailed",
@@ -72,29 +80,31 @@ class ChainError(ClusterError):
 class RootCause:
     """Finds the root cause of an attempt's failed job."""
 
-    def __init__(self, watch: Monitor) -> None:
+    def __init__(self, monitor: Monitor) -> None:
         """Takes the attempt's monitor; out-of-memory kills on this host are counted from now on."""
-        self._watch = watch
+        self._monitor = monitor
         self._kills = out_of_memory_kills()
 
     def explain_ended(self, error: Exception | None) -> SparkTorchError | None:
-        """Returns the error that `fit` raises for a job that has ended, with an exception or without one.
+        """Returns the error that `fit` raises for a job that has ended, or `None` if the job has no failure.
 
-        Ranks end without raising once the driver knows what one of them has reported.
+        `error` is the job's exception, `None` if it ended without one. Then a rank may have failed all the same: ranks
+        end without raising once the driver knows the root cause.
         """
-        server = self._watch.server
+        server = self._monitor.server
         if error is None and (server is None or server.first_failure()[0] is None):
             return None
-        return _located(self.explain(error or RuntimeError("the ranks have ended without results")))
+        return _name_file(self.explain(error or RuntimeError("the ranks have ended without results")))
 
     def explain(self, error: Exception) -> SparkTorchError:
         """Returns the error that `fit` raises for an exception of Spark.
 
         Errors that ranks report because a peer is lost are consequences: the lost peer is the root cause.
         """
-        message, server = str(error), self._watch.server
-        failure, primary = server.first_failure() if server else (None, False)
-        if failure is not None and primary:
+        message = str(error)
+        server = self._monitor.server
+        failure, is_primary = server.first_failure() if server else (None, False)
+        if failure is not None and is_primary:
             return failure
         if failure is None:
             failure_of_rank = failure_in(message)
@@ -110,16 +120,16 @@ class RootCause:
             return ChainError(
                 "Spark runs no barrier job over partitions that are joined or put side by side without a shuffle, as "
                 "by coalesce() and union()",
-                hint=f"repartition({self._watch.world_size}) behind it",
+                hint=f"repartition({self._monitor.world_size}) behind it",
             )
-        ended = _cancelled(message, error)
-        if ended is not None:
-            return ended
+        cancellation = _cancellation_in(message, error)
+        if cancellation is not None:
+            return cancellation
         # A rank has died if peers lost it, or if Spark found its worker process gone.
         if server is not None and (failure is not None or re.search(_DEATH, message)):
-            dead = self._dead(server, message, failure.where if failure is not None else {})
-            if dead is not None:
-                return dead
+            death = self._death(server, message, failure.where if failure is not None else {})
+            if death is not None:
+                return death
         if failure is not None:
             return RankLostError(
                 f"the ranks have lost each other, and none has died: {failure.what}",
@@ -129,51 +139,58 @@ class RootCause:
             )
         return _from_message(message)
 
-    def _dead(self, server: ControlServer, message: str, peer: dict[str, Any]) -> SparkTorchError | None:
-        """Returns an error for a dead rank: one that had started, reported no failure, and sends no heartbeats.
+    def _death(self, server: ControlServer, message: str, peer: dict[str, Any]) -> SparkTorchError | None:
+        """Returns the error for a dead rank; `None` if no rank has died.
 
-        Spark kills all tasks once one ends, so several ranks look dead. The task that Spark saw end first is to blame.
-        If its rank reported a lost peer, the peer whose heartbeat stopped is to blame, and otherwise a rank that is
-        silent now.
+        A rank is dead if it had started, reported no failure, and sends no heartbeats. Spark kills all tasks once one
+        ends, so several ranks look dead. The task that Spark saw end first is to blame. If its rank reported a lost
+        peer, the peer whose heartbeat stopped is to blame, and otherwise a rank that is silent now. `peer` has the
+        position of a rank that reported a lost peer, and is empty if there is none.
         """
-        self._watch.listen()  # The last lines of the dead rank may not be read yet.
-        quiet = server.quiet(self._watch.world_size)
+        self._monitor.listen()  # The last lines of the dead rank may not be read yet.
+        last_beats = server.beats_without_failure(self._monitor.world_size)
         named = re.search(_FIRST, message)
         first = {int(named[1])} if named else set[int]()
-        # Where Spark has seen that the process of the task is gone, no heartbeat needs to be waited for.
-        gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()
-        for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
-            dead = gone or self._watch.dead(suspects)
-            if dead:
-                break
-        else:
+        dead = self._dead_among(server, last_beats.keys(), first, is_gone=re.search(_GONE, message) is not None)
+        if not dead:
             return None
-        rank = min(dead, key=lambda rank: float(quiet[rank]["time"]))
-        beat = quiet[rank]
+        rank = min(dead, key=lambda rank: float(last_beats[rank]["time"]))
+        beat = last_beats[rank]
         # The last heartbeat may be half a second old. With collectives, the dead rank was at the step of its peer.
         if beat["collectives"] is not None and peer.get("epoch") is not None:
             beat |= {name: peer.get(name) for name in ("epoch", "step")}
         executor = re.search(_EXECUTOR, message) if not first or rank in first else None
         return self._lost(server, rank, beat, message, executor)
 
+    def _dead_among(self, server: ControlServer, ranks: Set[int], first: set[int], *, is_gone: bool) -> set[int]:
+        """Returns the ranks to blame among `ranks`: those that ended `first`, or lost peers, or any silent ranks."""
+        if is_gone and first & ranks:
+            return first & ranks  # No heartbeat needs to be waited for: Spark has seen that the process is gone.
+        for suspects in (first & ranks, server.silent_peers() & ranks, set(ranks)):
+            dead = self._monitor.wait_for_dead(suspects)
+            if dead:
+                return dead
+        return set()
+
     def _lost(
         self, server: ControlServer, rank: int, beat: dict[str, Any], message: str, executor: re.Match[str] | None
     ) -> RankLostError:
-        """Returns the error for a dead rank, by its last heartbeat and by what Spark says of its executor."""
+        """Returns the error for a dead rank, from its last heartbeat and from what Spark says about its executor."""
         what = f"rank {rank} died while {beat['phase']}, without an error of its own"
         hint = (
             "it was killed from outside, or crashed in native code (as Gloo does where ranks call different "
             "collectives): see the log of its executor, on that host"
         )
         host_was_full = self._out_of_memory(server, beat["host"])
-        memory = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
+        memory_hint = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
         if re.search(_MEMORY, message) or (host_was_full and executor is None):
-            what, hint = f"rank {rank} was killed for want of memory while {beat['phase']}", memory
+            what = f"rank {rank} was killed for want of memory while {beat['phase']}"
+            hint = memory_hint
         elif executor is not None:
             what = f"rank {rank} died while {beat['phase']}: its executor {executor[1]} was lost"
             hint = f"Spark says: {executor[3] or executor[2]}"
             if host_was_full:
-                hint += f"; meanwhile the out-of-memory killer was at work on its host, and {memory}"
+                hint += f"; meanwhile the out-of-memory killer was at work on its host, and {memory_hint}"
         position = {name: beat[name] for name in ("host", "pid", "epoch", "step")}
         return RankLostError(what, hint=hint, trace=server.last_lines(rank), rank=rank, **position)
 
@@ -185,7 +202,7 @@ class RootCause:
         return kills > 0
 
 
-def _located(error: SparkTorchError) -> SparkTorchError:
+def _name_file(error: SparkTorchError) -> SparkTorchError:
     """Returns the error; where ranks lack a module, the hint also names the file from which this process has it."""
     missing = re.search(r"No module named '(\w+)", error.what)
     file = getattr(sys.modules.get(missing[1]), "__file__", None) if missing else None
@@ -194,8 +211,8 @@ def _located(error: SparkTorchError) -> SparkTorchError:
     return SparkTorchError.from_dict({**error.to_dict(), "hint": f"{error.hint}; this process has it from {file}"})
 
 
-def _cancelled(message: str, error: Exception) -> ClusterError | None:
-    """Returns the error of a job that was ended with its session, or that somebody cancelled."""
+def _cancellation_in(message: str, error: Exception) -> ClusterError | None:
+    """Returns the error for a job that was ended with its session, or that somebody cancelled; `None` for others."""
     # When the session is stopped, pyspark may raise another error while it handles Spark's: both are searched.
     if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
         return ClusterError(
@@ -212,7 +229,7 @@ def _cancelled(message: str, error: Exception) -> ClusterError | None:
 
 
 def missing_module(message: str) -> ClusterError | None:
-    """Returns the error of executors whose Python lacks a module, by the traceback in Spark's message."""
+    """Returns the error for executors whose Python lacks a module, as Spark's message shows; `None` for others."""
     raised = re.search(_RAISED, message)
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1]) if raised else None
     if missing is None:
@@ -223,16 +240,16 @@ def missing_module(message: str) -> ClusterError | None:
 
 
 def _from_message(message: str) -> SparkTorchError:
-    """Returns an error from the Python traceback in Spark's message, for ranks that could not report."""
-    raised = re.search(_RAISED, message)
+    """Returns the error for ranks that could not report, from Spark's message and the Python traceback in it."""
     broken = re.search(r"StreamBrokenError: (.*)", message)
     if broken is not None:
         what = f"the rows that Spark sends to a rank broke off: {broken[1]}"
         return ClusterError(what, hint="the log of its executor says why", trace=message)
+    raised = re.search(_RAISED, message)
     if raised is None:
-        for pattern, kind, what, hint in _REPORTED_BY_SPARK:
+        for pattern, error_class, what, hint in _REPORTED_BY_SPARK:
             if re.search(pattern, message):
-                return kind(what, hint=hint, trace=message)
+                return error_class(what, hint=hint, trace=message)
         return ClusterError("the barrier job failed", trace=message)
     if "DistNetworkError" in raised[1]:
         what = f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}"

@@ -23,38 +23,53 @@ __all__ = ["ControlServer"]
 
 _LOG = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
-# Parcels of a rank that have not come by so many looks were lost with a connection.
+# A rank's parcels that have not come after this many looks were lost with a connection.
 _LATE_LOOKS = 10
 
 
 class ControlServer:
-    """The store of one attempt, seen from the driver."""
+    """The store of one attempt, or of one task of a pool, seen from the driver.
 
-    def __init__(self, bind: str, advertise: str, *, beside: ControlServer | None = None) -> None:
+    Attributes:
+        rendezvous: Address and token with which ranks connect to the store.
+    """
+
+    def __init__(self, bind: str, advertise: str, *, pool: ControlServer | None = None) -> None:
         """Starts the store at the local address `bind`, and a thread that sends the driver's heartbeat.
 
-        Executors reach it at `advertise`. `beside` shares the store of that server, under the token of its next task.
+        Executors reach the store at `advertise`. With `pool`, this server shares the store of a pool's server, under
+        the token of the pool's next task.
         """
         self._server: dist.TCPStore
-        self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
-        token = secrets.token_hex(16) if beside is None else beside._store.token_of(len(beside._orders))
+        if pool is None:
+            self._server, port = host_store(bind)
+            token = secrets.token_hex(16)
+        else:
+            self._server = pool._server
+            port = pool.rendezvous.port
+            token = pool._store.token_of(len(pool._orders))
         self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
         self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
-        # Whether a value had no valid signature.
-        self._forged = False
+        # Whether this server has warned of a value without a valid signature.
+        self._has_warned = False
         self._last_epoch: int = 0
-        # The number of pieces of each task of a pool, and the stores of tasks whose keys may not be deleted yet.
+        # A pool's orders to its ranks: the number of pieces of each task.
         self._orders: list[int] = []
-        self._earlier: list[SealedStore] = []
+        # The stores of a pool's tasks whose keys are not deleted yet.
+        self._task_stores: list[SealedStore] = []
+        # The readers of heartbeats, by number of ranks.
         self._readers: dict[int, Beats] = {}
-        # By kind (lines or warnings) and rank: how many parcels were read, and at how many looks some were late.
+        # By kind (lines or warnings) and rank: the number of parcels that were read, and of looks at which some were
+        # late.
         self._read_parcels: Counter[tuple[str, int]] = Counter()
         self._late: Counter[tuple[str, int]] = Counter()
-        self._failed: dict[str, dict[str, Any]] = {}
+        # The ranks' reports of failures, by key, and the time from which on further reports are read.
+        self._reports: dict[str, dict[str, Any]] = {}
         self._next_failures = 0.0
         self._last_lines: dict[int, deque[str]] = defaultdict(partial(deque, maxlen=KEPT_LINES))
+        # The driver's heartbeat; its fields are what the ranks are told.
         self._message: dict[str, Any] = {"count": 0, "cancelled": False, "cause": False, "pause": False, "stacks": []}
-        self._saying = threading.Lock()
+        self._message_lock = threading.Lock()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="sparktorch-driver-beat", daemon=True)
         self._heart.start()
@@ -66,27 +81,27 @@ class ControlServer:
 
     def new_epochs(self) -> list[dict[str, Any]]:
         """Returns the records of the epochs finished since the last call, each exactly once."""
-        done = self._read("epochs")
-        if done is None:
+        last_epoch = self._read("epochs")
+        if last_epoch is None:
             return []
-        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, done + 1)]
-        self._last_epoch = done
+        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, last_epoch + 1)]
+        self._last_epoch = last_epoch
         # A training that resumes from a checkpoint starts with a later epoch: the earlier ones have no record.
         return [record for record in records if record is not None]
 
     def new_warnings(self, beats: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-        """Returns the warnings that have come with these `beats`, each with rank, host and text."""
-        return [warning for _, warning in self._new("warning", beats)]
+        """Returns the warnings that have come with `beats`, each with rank, host and text."""
+        return [warning for _, warning in self._take_parcels("warning", beats)]
 
     def new_lines(self, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, int, str]]:
-        """Returns the lines, logged and printed, that have come with these `beats`, each with rank and level."""
-        new: list[tuple[int, int, str]] = []
-        for rank, parcel in self._new("lines", beats):
+        """Returns the lines, logged and printed, that have come with `beats`, each with rank and level."""
+        lines: list[tuple[int, int, str]] = []
+        for rank, parcel in self._take_parcels("lines", beats):
             if parcel["lost"]:
-                new.append((rank, 0, f"... {parcel['lost']} more lines"))
-            new += [(rank, level, line) for level, line in parcel["lines"]]
+                lines.append((rank, 0, f"... {parcel['lost']} more lines"))
+            lines += [(rank, level, line) for level, line in parcel["lines"]]
             self._last_lines[rank].extend(line for _, line in parcel["lines"])
-        return new
+        return lines
 
     def last_lines(self, rank: int) -> str:
         """Returns a rank's last lines under a heading, as far as `new_lines` has read them."""
@@ -112,35 +127,40 @@ class ControlServer:
 
         Failures that ranks report because a peer is lost are consequences, and rank after all others.
         """
-        return _first(self._failures())
+        return _first_failure_in(self._failures())
 
     def acknowledge(self) -> SparkTorchError | None:
-        """Returns the root cause once a rank has reported it, and tells the ranks that it is known: see `is_heard`."""
-        # The more failures are reported, the less often it looks for further ones.
-        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
-        failure, primary = _first(failures)
-        if primary and not self._message["cause"]:
-            self._tell(cause=True)
-        return failure if primary else None
+        """Returns the root cause once a rank has reported it, and tells the ranks that the driver knows it.
 
-    def silent(self) -> set[int]:
+        Ranks that have failed wait for this word, see `Client.is_heard`.
+        """
+        # The more failures are reported, the less often the server looks for further ones.
+        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._reports.values())
+        failure, is_primary = _first_failure_in(failures)
+        if not is_primary:
+            return None
+        if not self._message["cause"]:
+            self._tell(cause=True)
+        return failure
+
+    def silent_peers(self) -> set[int]:
         """Returns the ranks whose heartbeats had stopped when the first failed rank looked, before it ended."""
         report = self._read("silent")
         return set() if report is None else set(report["ranks"])
 
-    def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
-        """Returns the last heartbeats, by rank, of ranks that have started and reported no failure."""
+    def beats_without_failure(self, world_size: int) -> dict[int, dict[str, Any]]:
+        """Returns the last heartbeats, by rank, from ranks that have started and reported no failure."""
         reported = {form["where"].get("rank") for form in self._failures()}
         beats = enumerate(self.beats(world_size))
         return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
 
-    def ended(self, ranks: Iterable[int]) -> bool:
-        """Returns whether all these ranks have ended without raising."""
+    def have_ended(self, ranks: Iterable[int]) -> bool:
+        """Returns whether all of `ranks` have ended without raising."""
         return bool(self._store.check([f"ended/{rank}" for rank in ranks]))
 
     def out_of_memory_kills(self, host: str) -> int:
         """Returns how many processes the out-of-memory killer has killed on a host, as its failed ranks reported."""
-        # Ranks of one host have counted the same kills.
+        # The ranks on one host have counted the same kills.
         counts = [form["out_of_memory_kills"] for form in self._failures() if form["where"].get("host") == host]
         return max(counts, default=0)
 
@@ -156,7 +176,9 @@ class ControlServer:
 
     def has_paused(self, world_size: int) -> bool:
         """Returns whether the ranks were asked to pause, and all have ended so."""
-        if not self._message["pause"] or self.first_failure()[0] is not None or not self.ended(range(world_size)):
+        if not self._message["pause"]:
+            return False
+        if self.first_failure()[0] is not None or not self.have_ended(range(world_size)):
             return False
         ends = self._read_all([f"ended/{rank}" for rank in range(world_size)])
         return all(end is not None and end["paused"] for end in ends)
@@ -165,58 +187,61 @@ class ControlServer:
         """Closes the store and its port."""
         self._closed.set()
         self._heart.join()
-        self._earlier.clear()
-        self._readers.clear()  # Each holds the store, whose port would stay open.
+        self._task_stores.clear()
+        self._readers.clear()  # The readers hold the store, whose port would stay open.
         del self._store, self._server
 
-    def another(self) -> ControlServer:
+    def server_for_next_task(self) -> ControlServer:
         """Returns a server for the next task of a pool, which shares the store under a token of its own."""
-        task = ControlServer("", self.rendezvous.host, beside=self)
-        self._earlier.append(task._store)
+        task = ControlServer("", self.rendezvous.host, pool=self)
+        self._task_stores.append(task._store)
         return task
 
     def send(self, content: bytes) -> None:
-        """Sends the ranks of a pool their next task, for which `another` has made a server.
+        """Sends the ranks of a pool their next task, for which `server_for_next_task` has made a server.
 
-        Every rank has taken the task before. So none still writes keys of the tasks before that one, which are deleted.
+        Every rank has taken the previous task. So no rank still writes keys for the tasks before the previous one, and
+        those keys are deleted.
         """
         if len(self._orders) > 1:
-            old = len(self._orders) - 2
-            for key in (f"order/{old}", *(f"order/{old}/{number}" for number in range(self._orders[old]))):
-                self._store.delete_key(key)
-        for store in self._earlier[:-2]:
+            taken = len(self._orders) - 2
+            self._store.delete_key(f"order/{taken}")
+            for number in range(self._orders[taken]):
+                self._store.delete_key(f"order/{taken}/{number}")
+        for store in self._task_stores[:-2]:
             for key in store.list_keys():
                 store.delete_key(key)
-        del self._earlier[:-2]
-        self._order(self._store.set_pieces(f"order/{len(self._orders)}", content))
+        del self._task_stores[:-2]
+        self._write_order(self._store.set_pieces(f"order/{len(self._orders)}", content))
 
     def end_orders(self) -> None:
         """Tells the ranks of a pool that there are no more tasks."""
-        self._order(None)
+        self._write_order(None)
 
-    def _order(self, pieces: int | None) -> None:
+    def _write_order(self, pieces: int | None) -> None:
         """Writes the next order: the number of pieces of its task, or `None` for the end of the pool."""
         self._store.set(f"order/{len(self._orders)}", json.dumps({"pieces": pieces}))
         self._orders.append(pieces or 0)
 
     def judge(self, epoch: int, *, stop: bool) -> None:
-        """Tells the ranks whether to end the training after that epoch, counted from 1."""
+        """Tells the ranks whether to end the training after an epoch, counted from 1."""
         self._store.set(f"verdict/{epoch}", json.dumps({"stop": stop}))
 
-    def ready(self, world_size: int) -> list[dict[str, Any]] | None:
-        """Returns what the ranks of a pool report of their rows, in rank order; `None` until all have read them."""
+    def row_facts(self, world_size: int) -> list[dict[str, Any]] | None:
+        """Returns what a pool's ranks report about their rows, in rank order; `None` until all have read their rows."""
         keys = [f"ready/{rank}" for rank in range(world_size)]
         return self._read_all(keys) if self._store.check(keys) else None
 
-    def over(self, world_size: int) -> bool:
+    def is_over(self, world_size: int) -> bool:
         """Returns whether every rank has ended a pool's task, with a result or with an error."""
-        failed = {form["where"].get("rank") for form in self._failures()}
-        return self.ended(rank for rank in range(world_size) if rank not in failed)
+        failed_ranks = {form["where"].get("rank") for form in self._failures()}
+        return self.have_ended(rank for rank in range(world_size) if rank not in failed_ranks)
 
     def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
         """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order."""
         results = []
-        for rank, head in enumerate(self._store.multi_get([f"result/{rank}" for rank in range(world_size)])):
+        heads = self._store.multi_get([f"result/{rank}" for rank in range(world_size)])
+        for rank, head in enumerate(heads):
             result = json.loads(head)
             results.append((result["meta"], self._store.get_pieces(f"result/{rank}", result["pieces"])))
             for number in range(result["pieces"]):
@@ -226,13 +251,13 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the ranks' reports of failures."""
         if self._store.check(["errors"]):
-            new = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
-            forms = zip(new, self._read_all(new), strict=True)
-            self._failed |= {key: form for key, form in forms if form is not None}
-            self._next_failures = time.monotonic() + paced(0.0, len(self._failed))
-        return list(self._failed.values())
+            keys = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._reports]
+            forms = zip(keys, self._read_all(keys), strict=True)
+            self._reports |= {key: form for key, form in forms if form is not None}
+            self._next_failures = time.monotonic() + paced(0.0, len(self._reports))
+        return list(self._reports.values())
 
-    def _new(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
+    def _take_parcels(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
         """Returns and deletes the ranks' new parcels of a kind, each with its rank."""
         # A heartbeat says how many parcels its rank has sent.
         sent = {rank: beat[kind] for rank, beat in enumerate(beats) if beat is not None}
@@ -241,10 +266,10 @@ class ControlServer:
             for rank, count in sent.items()
             if count > self._read_parcels[kind, rank]
         }
-        # One question is enough where all have arrived, as nearly always.
+        # Nearly always, all parcels have arrived, and one question is enough.
         if keys_of and not self._store.check([key for keys in keys_of.values() for key in keys]):
-            arrived = {rank: self._arrived(kind, rank, keys) for rank, keys in keys_of.items()}
-            keys_of = {rank: keys for rank, keys in arrived.items() if keys is not None}
+            arrived_keys = {rank: self._arrived_keys(kind, rank, keys) for rank, keys in keys_of.items()}
+            keys_of = {rank: keys for rank, keys in arrived_keys.items() if keys is not None}
         ranks_and_keys = [(rank, key) for rank, keys in keys_of.items() for key in keys]
         parcels = self._read_all([key for _, key in ranks_and_keys])
         for rank in keys_of:
@@ -255,8 +280,8 @@ class ControlServer:
         pairs = zip(ranks_and_keys, parcels, strict=True)
         return [(rank, parcel) for (rank, _), parcel in pairs if parcel is not None]
 
-    def _arrived(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
-        """Returns which of a rank's parcels are in the store; `None` if others may be on their way."""
+    def _arrived_keys(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
+        """Returns the keys of a rank's parcels that are in the store; `None` if others may be on their way."""
         if self._store.check(keys):
             return keys
         self._late[kind, rank] += 1
@@ -265,9 +290,9 @@ class ControlServer:
         return [key for key in keys if self._store.check([key])]
 
     def _read_all(self, keys: list[str]) -> list[Any]:
-        """Returns the JSON values of keys that are in the store; `None` for one without a valid signature."""
+        """Returns the JSON values of keys that are in the store; `None` for a value without a valid signature."""
         try:
-            # One document is parsed faster than its values one by one.
+            # One JSON document is parsed faster than its values one by one.
             values: list[Any] = json.loads(b"[" + b",".join(self._store.multi_get(keys)) + b"]")
             return values
         except ClusterError:
@@ -278,9 +303,9 @@ class ControlServer:
         try:
             value = self._store.peek(key)
         except ClusterError as error:
-            if not self._forged:
+            if not self._has_warned:
                 _LOG.warning("%s", error)
-            self._forged = True
+            self._has_warned = True
             return None
         return None if value is None else json.loads(value)
 
@@ -291,15 +316,18 @@ class ControlServer:
             if self._closed.wait(_BEAT_SECONDS):
                 return
 
-    def _tell(self, **news: Any) -> None:
-        """Tells the ranks, by the driver's heartbeat."""
-        with self._saying:
-            self._message |= news
+    def _tell(self, **changes: Any) -> None:
+        """Changes fields of the driver's heartbeat, and sends it."""
+        with self._message_lock:
+            self._message |= changes
             self._store.set("driver", json.dumps(self._message))
 
 
-def _first(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:
-    """Returns the first of the reported failures, if any, and whether it may be the root cause."""
+def _first_failure_in(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:
+    """Returns the first of the reported failures, if any, and whether it may be the root cause.
+
+    A failure that is the consequence of another one comes after all that are not.
+    """
     if not failures:
         return None, False
     first = min(failures, key=lambda form: (form["secondary"], form["order"]))

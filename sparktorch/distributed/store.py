@@ -21,9 +21,10 @@ from sparktorch.errors import ClusterError, ConfigError
 
 __all__ = ["UNREACHED_HINT", "OpenStore", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
 
+# A rank gives up a store that it has not reached within this time.
 _REACH_SECONDS = 10.0
 _STORE_TIMEOUT = timedelta(seconds=60)
-_PIECE_BYTES = 4 << 20  # Torch's store refuses values of more than 8 MiB.
+_PIECE_BYTES = 4 << 20  # Torch's store refuses values larger than 8 MiB.
 
 UNREACHED_HINT = (
     "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
@@ -31,14 +32,15 @@ UNREACHED_HINT = (
 )
 
 _SEAL_LENGTH = 32
-# A rank has a connection and another one for its heartbeat, in a pool for two tasks at a time.
+# A rank has two connections, one of them for its heartbeats; in a pool it has them for two tasks at a time.
 _CONNECTIONS = 4
-# The session, libraries and data of this process need so many open files.
+# This process needs at most this number of open files for its session, libraries and data.
 _OTHER_FILES = 512
-_NOTHING = "-"  # It is shorter than any signed value.
+# The store answers with this text where it has no value. No signed value is as short.
+_NOTHING = "-"
 _PORTS = "SPARKTORCH_PORTS"
 
-# Opens a connection; with a `token`, one for the values of that token.
+# Opens a connection; with the keyword `token`, the connection is for values that are signed with that token.
 OpenStore = Callable[..., "SealedStore"]
 
 
@@ -60,35 +62,35 @@ class SealedStore(dist.PrefixStore):
         super().set(key, self._seal(key, content) + content)  # type: ignore[arg-type]  # Torch takes bytes as well.
 
     def claim(self, key: str, value: str) -> None:
-        """Signs and writes a value, unless there is one."""
+        """Signs and writes a value, unless the key has a value."""
         super().compare_set(key, "", self._seal(key, value.encode()).decode() + value)
 
     def get(self, key: str) -> bytes:
         """Returns a value; a `ClusterError` says that it was written without the attempt's token."""
-        return self._opened(key, super().get(key))
+        return self._open_seal(key, super().get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns several values; raises what `get` does."""
         values = super().multi_get(list(keys)) if keys else []
-        return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
+        return [self._open_seal(key, value) for key, value in zip(keys, values, strict=True)]
 
     def read_all(self, keys: Sequence[str]) -> list[Any]:
-        """Returns several values, which are JSON."""
+        """Returns several JSON values, parsed; raises what `get` does."""
         return [json.loads(value) for value in self.multi_get(keys)]
 
     def peek(self, key: str) -> bytes | None:
         """Returns a value, `None` while there is none; raises what `get` does.
 
-        It is one message, where a check and `get` are three: the store answers a swap with the value that it has or, if
-        it does not have the key, with the expected value.
+        It takes one message, where a check and `get` would take three: the store answers a swap with its value or, if
+        it lacks the key, with the value that the swap expects.
         """
         value = super().compare_set(key, _NOTHING, _NOTHING)
-        return None if value == _NOTHING.encode() else self._opened(key, value)
+        return None if value == _NOTHING.encode() else self._open_seal(key, value)
 
     def set_pieces(self, key: str, content: bytes, moved: Callable[[], object] = no_op) -> int:
         """Writes a value of any size in pieces that the store takes, under `key/0` and so on; returns their number.
 
-        `moved` is called after each.
+        `moved` is called after each piece.
         """
         starts = range(0, len(content), _PIECE_BYTES)
         for number, start in enumerate(starts):
@@ -101,14 +103,16 @@ class SealedStore(dist.PrefixStore):
         return b"".join(self.multi_get([f"{key}/{number}" for number in range(count)]))
 
     def token_of(self, task: int) -> str:
-        """Returns the token of a pool's task, which nobody can derive without this store's token."""
+        """Returns the token for a pool's task, which nobody can derive without this store's token."""
         return hmac.new(self._token, f"task {task}".encode(), hashlib.sha256).hexdigest()[:_SEAL_LENGTH]
 
     def _seal(self, key: str, value: bytes) -> bytes:
+        """Returns the signature of a value under a key."""
         message = key.encode() + b"\0" + value
         return hmac.new(self._token, message, hashlib.sha256).hexdigest()[:_SEAL_LENGTH].encode()
 
-    def _opened(self, key: str, sealed: bytes) -> bytes:
+    def _open_seal(self, key: str, sealed: bytes) -> bytes:
+        """Returns a value without its signature, which it checks."""
         seal, value = sealed[:_SEAL_LENGTH], sealed[_SEAL_LENGTH:]
         if not hmac.compare_digest(seal, self._seal(key, value)):
             raise ClusterError(
@@ -122,8 +126,11 @@ class SealedStore(dist.PrefixStore):
 class Rendezvous:
     """Address and token of one attempt's store.
 
-    Key prefix and signatures are derived from `prefix`, the random token, which keeps out ranks of other attempts and
-    strangers.
+    Attributes:
+        host: The host at which ranks reach the store.
+        port: The store's port.
+        prefix: The random token. The prefix of keys and the signatures are derived from it, which keeps out strangers,
+            and ranks of other attempts.
     """
 
     host: str
@@ -135,8 +142,8 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
     """Hosts a store on one address and a free port; returns the store and the port.
 
     The environment variable `SPARKTORCH_PORTS`, such as `40000-40031`, names the ports to choose from; an `OSError`
-    says that none is free. The socket is bound here and handed over to torch. No other process can take the port in
-    between, and the store listens on this address only.
+    says that no port is free. The socket is bound here and handed over to torch, so that no other process can take the
+    port in between, and the store listens on this address only.
     """
     family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
     listener = _listen(str(address[0]), family)
@@ -153,7 +160,7 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
 
 
 def _listen(host: str, family: int) -> socket.socket:
-    """Listens on the first free port of the range; raises the error of the last port if none is free."""
+    """Listens on the first free port in the range; raises the error of the last port if no port is free."""
     ports = os.environ.get(_PORTS, "0")
     first, _, last = ports.partition("-")
     last = last or first
@@ -166,9 +173,9 @@ def _listen(host: str, family: int) -> socket.socket:
 
 
 def allow_connections(ranks: int) -> None:
-    """Lets this process hold the connections of so many ranks, as far as it may: many systems allow it 1,024 files.
+    """Raises the number of files that this process may open, to hold the connections of all ranks.
 
-    A `ClusterError` says that it may not.
+    Many systems allow a process 1,024 files at first. A `ClusterError` says that the limit cannot be raised so far.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _CONNECTIONS * ranks + _OTHER_FILES
@@ -186,8 +193,8 @@ def connect(host: str, port: int, token: str) -> SealedStore:
     """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`.
 
     A `DistNetworkError` says within ten seconds that nothing listens there; torch alone would try until its time-out.
-    That is long because torch looks up the name of the address, which takes 5 s or more for each name server that does
-    not answer.
+    The time-out is long because torch looks up the name of the address, which takes 5 s or more for each name server
+    that does not answer.
     """
     try:
         socket.create_connection((host, port), timeout=_REACH_SECONDS).close()

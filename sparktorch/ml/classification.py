@@ -139,7 +139,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         check_thresholds(self, self.numClasses)
         return replace(scoring, thresholds=tuple(self.getThresholds()))
 
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _prediction_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         fields = {"scores": "vector", "probability": "vector", "prediction": "double"}
         names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
         outputs = output_fields(zip(names, fields, strict=True))

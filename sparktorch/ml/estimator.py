@@ -148,12 +148,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         estimator, rows = self._learn_from(_checked(dataset))
         return PreparedData(estimator, self._task, rows, idle_timeout=idleTimeout, gives_way=True)
 
-    def plan(
-        self,
-        dataset: DataFrame,
-        *,
-        memory: float | None = None,
-    ) -> Plan:
+    def plan(self, dataset: DataFrame, *, memory: float | None = None) -> Plan:
         """Returns the memory that each strategy takes of a worker, and the bytes sent in a step. Print it for a table.
 
         It trains nothing: it reads the first row, and needs as much memory on the driver as a training with one worker

@@ -50,8 +50,8 @@ def trained_from(
         frame, rows = first_inputs(prepare(dataset, task, label=None, **{**settings, "options": options}))
     columns, arguments = frame.columns, arguments_of(rows)
     preprocess = columns.preprocess
-    takes = columns.inputs if preprocess is None else arguments
-    source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, takes)
+    argument_specs = columns.inputs if preprocess is None else arguments
+    source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, argument_specs)
     trained = TrainedModule(
         **source,
         inputs=columns.inputs,
@@ -68,19 +68,19 @@ def trained_from(
     return replace(trained, outputs=outputs)
 
 
-def _check_evaluates(program: nn.Module, takes: Any) -> None:
+def _check_evaluates(program: nn.Module, argument_specs: Any) -> None:
     """Refuses a program of a module in training mode, whose rows depend on each other or on chance."""
     try:
-        inputs = example_inputs(takes)
+        inputs = example_inputs(argument_specs)
         with torch.no_grad():
-            whole = pytree.tree_leaves(program(*inputs))
+            outputs = pytree.tree_leaves(program(*inputs))
             repeated = pytree.tree_leaves(program(*inputs))
-            part = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
+            outputs_of_first = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
     except Exception:  # The program does not take the columns; the trial on the first row says so.
         return
     try:
-        torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in whole], part, equal_nan=True)
-        torch.testing.assert_close(whole, repeated, equal_nan=True)
+        torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in outputs], outputs_of_first, equal_nan=True)
+        torch.testing.assert_close(outputs, repeated, equal_nan=True)
     except AssertionError as error:
         what = "the program's rows depend on each other or on chance, as those of a module in training mode"
         hint = "call module.eval() before it is exported or traced"
@@ -105,7 +105,7 @@ def _read(module: Any) -> Any:
     return script
 
 
-def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, takes: Any) -> dict[str, Any]:
+def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, argument_specs: Any) -> dict[str, Any]:
     """Returns code, parameters and weights of a module, as fields of a `TrainedModule`."""
     if not isinstance(module, torch.export.ExportedProgram | torch.fx.GraphModule | Script):
         return _fields_of_module(module, params, weights)
@@ -113,13 +113,13 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
         raise ConfigError("module is a program, which has its weights with it", hint="pass it alone", param="module")
     graph = module() if isinstance(module, Script) else module
     graph = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
-    _check_evaluates(graph, takes)
+    _check_evaluates(graph, argument_specs)
     if isinstance(module, Script):
         return {"source": module, "params": {}, "weights": pack_state({})}
     hint = "it is called with the input columns in their order, and any number of rows: export it with positional "
     hint += "arguments, and torch.export.Dim for the first dimension"
     with refusing("the program does not take the columns", hint, param="module"):
-        program = export_program(graph, takes)
+        program = export_program(graph, argument_specs)
     return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
 
 

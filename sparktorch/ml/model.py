@@ -80,9 +80,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         if self._trained is None:
             return html.block(type(self).__name__, self.uid)
         sizes = {name: html.number(size) for name, size in html.sizes(self).items()}
-        about = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
+        facts = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
         course = self._summary._repr_html_() if self._summary is not None else ""
-        return html.block(type(self).__name__, self.uid, html.pairs(about), course)
+        return html.block(type(self).__name__, self.uid, html.pairs(facts), course)
 
     @classmethod
     def fromModule(
@@ -282,7 +282,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the type of each field of the scores (SQL or "vector"), and the field of each output column."""
-        fields, outputs = self._own_fields()
+        fields, outputs = self._prediction_fields()
         output_layers = self.getOutputLayers()
         if not output_layers:
             return fields, outputs
@@ -291,7 +291,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         outputs = output_fields([*outputs.items(), *layers.items()])
         return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, outputs
 
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _prediction_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the types of the fields and the output columns without those of `outputLayers`."""
         name = self.getPredictionCol()
         return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
@@ -322,9 +322,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             AttributeError: The module is no model of transformers.
         """
         trained = self.trained
-        beside = trained.preprocess.load() if isinstance(trained.preprocess, LoadedPreprocess) else None
+        preprocessor = trained.preprocess.load() if isinstance(trained.preprocess, LoadedPreprocess) else None
         module = trained.build()
-        adapter_of(module).write(module, folder, trained.labels, beside)
+        adapter_of(module).write(module, folder, trained.labels, preprocessor)
 
     def export(self, path: str, format: str = "onnx") -> None:
         """Writes the module to a local file for other programs.
@@ -389,11 +389,11 @@ class TorchModel(TorchModelBase, GenericModelParams):
         """
         if len(self.trained.outputs) == 1:
             return self._score_row(value, "prediction")
-        _, outputs = self._own_fields()
+        _, outputs = self._prediction_fields()
         scored = self._score(value, list(outputs.values()))
         return dict(zip(outputs, scored, strict=True))
 
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _prediction_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         specs = self.trained.outputs
         names = self.getOutputCols() if self.isDefined("outputCols") else []
         if len(specs) == 1 and not names:

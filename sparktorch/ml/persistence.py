@@ -255,16 +255,11 @@ class EstimatorWriter(_Writer):
         values: dict[str, Any] = {}
         pickled: dict[str, Any] = {}
         for param, value in self._instance._paramMap.items():
-            if is_json(value):
-                values[param.name] = value
-            elif is_json(marked := tuples_marked(value)):
-                values[param.name] = {"$tuples": marked}
-            elif (target := import_path(value)) is not None:
-                values[param.name] = {"$import": target}
-            elif (config := adapter_of(value).to_json(value)) and (target := import_path(type(value))) is not None:
-                values[param.name] = {"$config": target, "values": config}
-            else:
+            form = _json_form(value)
+            if form is None and value is not None:
                 pickled[param.name] = value
+            else:
+                values[param.name] = form
         if pickled and not self._allow_pickle:
             name = next(iter(pickled))
             raise PersistenceError(
@@ -318,9 +313,24 @@ class EstimatorReader(_Reader[R]):
         return loaded
 
 
+def _json_form(value: Any) -> Any:
+    """Returns a Param's value as JSON; `None` if it has none, or is `None`."""
+    if is_json(value):
+        return value
+    with_marks = tuples_marked(value)
+    if is_json(with_marks):
+        return {"$tuples": with_marks}
+    path = import_path(value)
+    if path is not None:
+        return {"$import": path}
+    config, path_of_class = adapter_of(value).to_json(value), import_path(type(value))
+    return {"$config": path_of_class, "values": config} if config and path_of_class is not None else None
+
+
 def _config(path: str, values: dict[str, Any]) -> Any:
     """Returns a configuration that is a module; no other class is called."""
     kind = load_object(path)
-    if (config := adapter_of(kind).from_json(kind, values)) is None:
+    config = adapter_of(kind).from_json(kind, values)
+    if config is None:
         raise PersistenceError(f"{path} is no configuration of transformers, and loading does not call it")
     return config

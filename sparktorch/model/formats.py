@@ -35,18 +35,18 @@ def write_as(trained: TrainedModule, file: Path, kind: str) -> None:
         if file.suffix == ".json":
             what = f"{file} would be the description beside the weights"
             raise PersistenceError(what, hint="give the weights another ending, such as .safetensors")
-        with _replacing(file) as new:
-            new.write_bytes(pack_state(module.state_dict()))
-            new.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
+        with _replacing(file) as temporary:
+            temporary.write_bytes(pack_state(module.state_dict()))
+            temporary.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
         return
     graph = _Called(module, trained.names)
     try:
-        with _replacing(file) as new:
+        with _replacing(file) as temporary:
             if kind == "pt2":
-                new.write_bytes(export_whole(graph, trained.takes))
+                temporary.write_bytes(export_whole(graph, trained.takes))
             else:
                 onnxscript()
-                _write_onnx(graph, trained, new)
+                _write_onnx(graph, trained, temporary)
     except ExportError as error:
         hint = "format='safetensors' writes the weights alone"
         raise PersistenceError(f"torch cannot write the module as {kind}: {error}", hint=hint) from error
@@ -60,9 +60,9 @@ def _replacing(file: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(file))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        new = Path(folder, target.name)
-        yield new
-        for written in sorted(Path(folder).iterdir(), key=lambda written: written == new):
+        temporary = Path(folder, target.name)
+        yield temporary
+        for written in sorted(Path(folder).iterdir(), key=lambda written: written == temporary):
             written.replace(target.with_name(written.name))
 
 

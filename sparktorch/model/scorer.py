@@ -125,7 +125,7 @@ class Scorer:
         self._layers = dict(scoring.layers)
         self._layer_outputs: dict[str, Any] = {}
         # Hooks of another thread would put their outputs into the same dict.
-        self._alone = Lock() if self._layers else nullcontext()
+        self._one_at_a_time = Lock() if self._layers else nullcontext()
         for field, name in self._layers.items():
             self._plain.get_submodule(name).register_forward_hook(partial(_keep_output, self._layer_outputs, field))
         self._module: Any = self._plain
@@ -163,8 +163,8 @@ class Scorer:
         rows = len(inputs[0])
 
         def part(start: int, stop: int) -> tuple[torch.Tensor, ...]:
-            taken = inputs if stop - start == rows else [cut(tensor, start, stop) for tensor in inputs]
-            return tuple(tensor.to(self._device) for tensor in taken)
+            parts_of_inputs = inputs if stop - start == rows else [cut(tensor, start, stop) for tensor in inputs]
+            return tuple(tensor.to(self._device) for tensor in parts_of_inputs)
 
         return self._in_parts(rows, part)
 
@@ -174,10 +174,10 @@ class Scorer:
         names = [name for spec in specs for name in spec.sources or (spec.column,)]
         if len(columns) != len(names):
             return [kind_of(spec).as_fitted(column, spec) for column, spec in zip(columns, specs, strict=True)]
-        rest, inputs = list(columns), []
+        remaining, inputs = list(columns), []
         for spec in specs:
             count = len(spec.sources) or 1
-            parts, rest = rest[:count], rest[count:]
+            parts, remaining = remaining[:count], remaining[count:]
             single = not spec.sources or pa.types.is_nested(parts[0].type)
             inputs.append(kind_of(spec).as_fitted(parts[0], spec) if single else packed(parts, spec))
         return inputs
@@ -206,15 +206,15 @@ class Scorer:
     def _in_parts(self, rows: int, arguments: Callable[[int, int], tuple[torch.Tensor, ...]]) -> dict[str, Array]:
         """Scores rows, at most the batch size at a time, with the arguments from a first to before a last row."""
         parts: list[dict[str, Array]] = []
-        done, size = 0, _even(rows, self._batch_size)
-        while not parts or done < rows:
-            stop = min(rows, done + size)
-            results = self._score_part(arguments, done, stop)
+        start, size = 0, _even(rows, self._batch_size)
+        while not parts or start < rows:
+            stop = min(rows, start + size)
+            results = self._score_part(arguments, start, stop)
             if results is None:
-                size = _even(rows - done, self._batch_size)
+                size = _even(rows - start, self._batch_size)
             else:
                 parts.append(results)
-                done = stop
+                start = stop
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -244,7 +244,7 @@ class Scorer:
     @torch.inference_mode()
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         rows = len(inputs[0])
-        with self._alone, self._autocast, tf32_allowed(False, self._device):
+        with self._one_at_a_time, self._autocast, tf32_allowed(False, self._device):
             try:
                 output = prediction(self._adapter.call(self._module, inputs, self._names, self._plain))
                 of_layers = {
@@ -296,11 +296,7 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
     prediction[scores.isnan().any(1)] = math.nan  # It is no class.
     if scores.shape[1] == 2:  # The scores are centred, because Spark's evaluators order rows by the second one alone.
         scores = (scores - scores.flip(1)) / 2
-    return {
-        "scores": scores.numpy(),
-        "probability": probability.numpy(),
-        "prediction": prediction.numpy(),
-    }
+    return {"scores": scores.numpy(), "probability": probability.numpy(), "prediction": prediction.numpy()}
 
 
 def _keep_output(outputs: dict[str, Any], field: str, module: torch.nn.Module, arguments: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Differences between versions of pyspark, from 3.5 on: each one in one function here, and nowhere else."""
+"""Hides differences between versions of pyspark, from 3.5 on: each one in one function here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ __all__ = [
     *("unlogged_errors", "uses_pandas"),
 ]
 
+# Runs a job, and returns its rows.
 Collect = Callable[[], list[Row]]
 R = TypeVar("R")
 Batches = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 _BEFORE_4_0 = __version__.startswith("3.")
 
-# The structs of ML vectors and images have fields of these types.
-_FIELDS: dict[str, pa.DataType] = {
+# The types of fields, by name, in the structs of ML vectors and images.
+_FIELD_TYPES: dict[str, pa.DataType] = {
     "type": pa.int8(),
     "size": pa.int32(),
     "indices": pa.list_(pa.int32()),
@@ -68,7 +69,7 @@ _FIELDS: dict[str, pa.DataType] = {
 
 
 def gives_profiles() -> bool:
-    """Whether the tasks of a DataFrame can have resources of their own, since pyspark 4.0."""
+    """Whether a DataFrame's tasks can have resources of their own, as from pyspark 4.0 on."""
     return not _BEFORE_4_0
 
 
@@ -89,7 +90,7 @@ def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profi
 
         source = data
         if profile is not None:
-            # withResources changes the RDD itself, so a copy of the user's gets the profile.
+            # `withResources` changes an RDD itself, so a copy of the user's RDD gets the profile.
             source = data.mapPartitions(unchanged, preservesPartitioning=True).withResources(profile)
         return cast(Collect, source.barrier().mapPartitions(rows).collect)
     resources: dict[str, Any] = {} if profile is None else {"profile": profile}
@@ -112,27 +113,28 @@ def add_pyfile(spark: SparkSession, path: str) -> None:
 
 
 def ml_session(spark: SparkSession) -> Any:
-    """Returns the session, or the SparkContext, as pyspark's helpers for ML metadata expect it in this version."""
+    """Returns what pyspark's helpers for ML metadata expect in this version: the session or the SparkContext."""
     return spark.sparkContext if _BEFORE_4_0 and not is_connect(spark) else spark
 
 
 def to_vector(column: Column) -> Column:
-    """Returns an array column as ML vectors, which Spark Connect cannot make before 4.0."""
+    """Returns an array column as ML vectors; on Spark Connect before 4.0, which cannot make vectors, it raises."""
     if _BEFORE_4_0 and type(column).__module__.startswith("pyspark.sql.connect"):
         raise ConfigError(
             f"on Spark Connect, pyspark {__version__} makes no ML vectors",
             hint="set the output columns of vectors to '', or let registerUDF make an SQL function, which returns "
             "arrays; pyspark 4.0 and newer make them",
         )
-    from pyspark.ml.functions import array_to_vector  # A Python worker would take a third of a second to import it.
+    # A Python worker, which does not need the function, would take a third of a second to import it.
+    from pyspark.ml.functions import array_to_vector
 
     return array_to_vector(column)
 
 
 def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
-    """Returns a table as a DataFrame to be written to one file; on classic Spark before 4.0, to one file per row.
+    """Returns a table as a DataFrame that is written to one file; on classic Spark before 4.0, to one file per row.
 
-    There, tasks carry the rows, so each row gets a task of its own.
+    Before 4.0, tasks carry the rows, so each row gets a task of its own.
     """
     if not _BEFORE_4_0:
         return spark.createDataFrame(table).coalesce(1)
@@ -152,7 +154,7 @@ def frame_of_rows(spark: SparkSession, table: pa.Table) -> DataFrame:
 
 @contextmanager
 def unlogged_errors() -> Iterator[None]:
-    """Context in which pyspark >= 4 does not log the errors of queries, with Java's stack, before it raises them."""
+    """Context in which pyspark >= 4 does not log queries' errors, with Java's stack, before it raises them."""
     if _BEFORE_4_0:
         yield
         return
@@ -161,7 +163,8 @@ def unlogged_errors() -> Iterator[None]:
     names = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
     with ExitStack() as muted:
         for name in names:
-            # Made by `logging`, the logger would be of another class, and could not take what pyspark logs.
+            # The logger is made here, because `logging` would make one of another class, which cannot take what pyspark
+            # logs.
             PySparkLogger.getLogger(name)
             muted.enter_context(quiet(name))
         yield
@@ -177,15 +180,14 @@ def table_of(data: DataFrame) -> pa.Table:
 def repartition_by_id(data: DataFrame, parts: int, part: Column) -> DataFrame:
     """Moves every row to the partition whose number is in an int column."""
     # pyspark has the method from 4.1 on. An attribute of a DataFrame may also be a column, so its class is asked first.
-    by_id: Any = getattr(data, "repartitionById", None) if hasattr(DataFrame, "repartitionById") else None
-    return split_by_hash(data, parts, part) if by_id is None else by_id(parts, part)
+    repartition: Any = getattr(data, "repartitionById", None) if hasattr(DataFrame, "repartitionById") else None
+    return split_by_hash(data, parts, part) if repartition is None else repartition(parts, part)
 
 
 def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Moves rows to partition `part` with Spark's hash partitioning.
+    """Moves every row to partition `part` by Spark's hash partitioning.
 
-    Spark puts a row into partition `pmod(hash(x), parts)`: for each partition, an `x` that hashes to it
-    is looked up first.
+    Spark puts a row into partition `pmod(hash(x), parts)`. So an `x` that hashes to each partition is looked up first.
     """
     candidates = data.sparkSession.range(parts * 64).select(F.col("id").cast("int").alias("x"))
     buckets = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
@@ -197,20 +199,23 @@ def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
 def arrow_batches(data: DataFrame) -> RDD[bytes]:
     """Returns the rows of a classic DataFrame as an RDD of Arrow record batches, serialised without their schema.
 
-    Spark has it for `toPandas` only (`Dataset.toArrowBatchRdd`). `mapInArrow` could not return tensors, and
-    `DataFrame.rdd` pickles rows. As there, settings of the session that executors read are not those of the session.
+    Spark has this RDD for `toPandas` only (`Dataset.toArrowBatchRdd`). `mapInArrow` could not return tensors, and
+    `DataFrame.rdd` pickles rows. As with `DataFrame.rdd`, executors do not see the settings of the session.
     """
     batches = cast(Any, data)._jdf.toArrowBatchRdd().toJavaRDD()
     return RDD(batches, data.sparkSession.sparkContext, NoOpSerializer())
 
 
 def frame_of_batches(spark: SparkSession, batches: RDD[bytes], schema: T.StructType) -> DataFrame:
-    """Returns a classic DataFrame of such record batches; Spark has it for SparkR (`SQLUtils.toDataFrame`)."""
+    """Returns a classic DataFrame from record batches as `arrow_batches` has them.
+
+    Spark has the function for SparkR (`SQLUtils.toDataFrame`).
+    """
     jvm: Any = spark.sparkContext._jvm
     session = cast(Any, spark)._jsparkSession
-    raw = cast(Any, batches)._reserialize(NoOpSerializer())._jrdd
-    kind = session.parseDataType(schema.json())
-    return DataFrame(jvm.org.apache.spark.sql.api.r.SQLUtils.toDataFrame(raw, kind, session), spark)
+    java_rdd = cast(Any, batches)._reserialize(NoOpSerializer())._jrdd
+    java_schema = session.parseDataType(schema.json())
+    return DataFrame(jvm.org.apache.spark.sql.api.r.SQLUtils.toDataFrame(java_rdd, java_schema, session), spark)
 
 
 def uses_pandas() -> bool:
@@ -228,42 +233,42 @@ def arrow_udf(
     """Returns a UDF that maps batches of columns to batches of results.
 
     `score` gets Arrow arrays, one per column; `kind` is the SQL type of the result. A packed input may be given as its
-    source columns. Those who call it as a function `for_sql` do not send columns through `for_pandas`.
+    source columns. `for_sql` says that SQL calls the UDF, whose columns do not come through `for_pandas`.
     """
 
-    # Spark reads the kind of UDF from these annotations; with one input, it passes arrays instead of tuples.
-    def arrays(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+    # Spark reads from these annotations what the UDF takes. With one input, it passes arrays instead of tuples.
+    def score_arrow(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return score(_in_order(batch, inputs) for batch in batches)
 
-    def frames(batches: Iterator[Any]) -> Iterator[Any]:
+    def score_pandas(batches: Iterator[Any]) -> Iterator[Any]:
         for result in score(from_pandas(batch, inputs, for_sql=for_sql) for batch in batches):
             table = pa.RecordBatch.from_struct_array(result) if pa.types.is_struct(result.type) else result
             yield table.to_pandas()
 
     native: Any = getattr(F, "arrow_udf", None)
     if native is not None:
-        return native(arrays, kind)
+        return native(score_arrow, kind)
     # pyspark advises annotations, which would need pandas at import time in every executor.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="In Python 3.6\\+ and Spark 3.0\\+")
-        return pandas_udf(frames, kind, PandasUDFType.SCALAR_ITER)
+        return pandas_udf(score_pandas, kind, PandasUDFType.SCALAR_ITER)
 
 
 def for_pandas(column: Column, kind: T.DataType) -> Column:
     """Returns a column with timestamps as microseconds, if scoring uses pandas; `arrow_udf` converts them back.
 
-    pandas has timestamps in local time, and in nanoseconds, which span only 600 years.
+    pandas would have the timestamps in local time, and in nanoseconds, which span only 600 years.
     """
     return as_microseconds(column, kind) if uses_pandas() and has_timestamps(kind) else column
 
 
 def has_timestamps(kind: T.DataType) -> bool:
-    """Whether a type is or holds timestamps, instants of a time zone."""
+    """Whether a type is or holds timestamps; timestamps without a time zone do not count."""
     return "timestamp" in kind.simpleString().replace("timestamp_ntz", "")
 
 
 def as_microseconds(column: Column, kind: T.DataType) -> Column:
-    """Returns a column with the timestamps that it is or holds as microseconds."""
+    """Returns a column in which timestamps, on any level of its type, are microseconds since 1970."""
     if not has_timestamps(kind):
         return column
     if isinstance(kind, T.ArrayType):
@@ -282,7 +287,7 @@ def as_microseconds(column: Column, kind: T.DataType) -> Column:
 def from_pandas(batch: Any, inputs: Sequence[TensorSpec], *, for_sql: bool = False) -> tuple[pa.Array, ...]:
     """Returns the columns of a batch as Arrow arrays, as they were before pyspark converted them to pandas.
 
-    In a function `for_sql`, numbers and text for times stay what they are, which scoring refuses.
+    In a UDF `for_sql`, numbers and text in place of times stay numbers and text, which scoring refuses.
     """
     columns = _in_order(batch, inputs)
     if len(columns) == len(inputs):
@@ -296,7 +301,10 @@ def from_pandas(batch: Any, inputs: Sequence[TensorSpec], *, for_sql: bool = Fal
 
 
 def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
-    """Returns the columns of a batch spec by spec: one per spec, or the user's columns, in the order that SQL gives."""
+    """Returns the columns of a batch in the order of the specs; packed inputs may be given as their source columns.
+
+    The columns of a batch are one per spec, in the same order, or the user's columns in the order of the fit.
+    """
     columns = batch if isinstance(batch, tuple) else (batch,)
     positions = positions_of(inputs)
     if len(columns) == len(positions):
@@ -312,38 +320,46 @@ def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
 
 
 def _array(column: Any, kind: pa.DataType | None, for_sql: bool) -> pa.Array:
-    """Converts a pandas series, or the frame of a struct's fields, where a row of nulls is a null struct.
-
-    Timestamps are microseconds that `for_pandas` made, or those of an SQL function's caller, which pandas has in the
-    session's time zone.
-    """
+    """Converts a pandas series, or a frame with a struct's fields, in which a row of nulls is a null struct."""
     if column.ndim == 1:
-        if kind is not None and has_times(kind):
-            if for_sql and pa.types.is_temporal(kind) and any(isinstance(value, str) for value in column):
-                return pa.Array.from_pandas(column)
-            if column.dtype.kind == "M" and has_instants(kind):
-                return values_as(kind, column, zone_in_udf("UTC"))
-            with suppress(TypeError):  # Microseconds are no times of pandas.
-                times = values_as(kind, column, timezone.utc)
-                moved = has_instants(kind) and times.null_count < len(times)
-                return values_as(kind, column, zone_in_udf("UTC")) if moved else times
-        numbers_for_times = kind is not None and has_times(kind) and for_sql
-        if kind is not None and not numbers_for_times:
-            for candidate in (kind, _in_microseconds(kind)):
-                with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-                    return pa.Array.from_pandas(column, type=candidate).cast(kind)
-        return pa.Array.from_pandas(column)
+        return _array_of_series(column, kind, for_sql)
     names = list(column.columns)
     # The struct may be an ML vector although the model was fitted on arrays.
-    field_types = _FIELDS
+    field_types = _FIELD_TYPES
     if kind is not None and pa.types.is_struct(kind):
         field_types = {field.name: field.type for field in kind}
     fields = [_array(column[name], field_types.get(name), for_sql) for name in names]
     return pa.StructArray.from_arrays(fields, names=names, mask=reduce(pc.and_, (field.is_null() for field in fields)))
 
 
+def _array_of_series(column: Any, kind: pa.DataType | None, for_sql: bool) -> pa.Array:
+    """Converts a pandas series.
+
+    Its times are microseconds, which `for_pandas` has made, or timestamps of a UDF `for_sql`, which pandas has in the
+    session's time zone.
+    """
+    if kind is None:
+        return pa.Array.from_pandas(column)
+    if has_times(kind):
+        if for_sql and pa.types.is_temporal(kind) and any(isinstance(value, str) for value in column):
+            return pa.Array.from_pandas(column)
+        if column.dtype.kind == "M" and has_instants(kind):
+            return values_as(kind, column, zone_in_udf("UTC"))
+        with suppress(TypeError):  # Microseconds are no times of pandas.
+            times = values_as(kind, column, timezone.utc)
+            # Nulls alone need no zone, which this task may lack.
+            needs_zone = has_instants(kind) and times.null_count < len(times)
+            return values_as(kind, column, zone_in_udf("UTC")) if needs_zone else times
+        if for_sql:  # These are numbers in place of times.
+            return pa.Array.from_pandas(column)
+    for candidate in (kind, _in_microseconds(kind)):
+        with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            return pa.Array.from_pandas(column, type=candidate).cast(kind)
+    return pa.Array.from_pandas(column)
+
+
 def _in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of a column that `for_pandas` made."""
+    """Returns a type as `for_pandas` changes it: timestamps are microseconds."""
     if pa.types.is_list(kind):
         return pa.list_(_in_microseconds(kind.value_type))
     if pa.types.is_struct(kind):

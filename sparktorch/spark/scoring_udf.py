@@ -37,11 +37,15 @@ _LOG = logging.getLogger(__name__)
 
 # From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs if this is true.
 _COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
-_KEPT_SCORERS = 4
-_scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
-_fresh: set[tuple[str, Scoring, str]] = set()  # One task alone has used the scorers of these keys.
 
-# A chunk of rows has at most so many bytes in Arrow, unless a single row is larger.
+# The last scorers of this process, by their modules' keys, their settings and their devices.
+_KEPT_SCORERS = 4
+_ScorerKey = tuple[str, Scoring, str]
+_scorers: OrderedDict[_ScorerKey, Scorer] = OrderedDict()
+# Only the task that has built the scorers with these keys has used them yet.
+_fresh: set[_ScorerKey] = set()
+
+# The most bytes, in Arrow, of a chunk of rows, unless a single row is larger.
 CHUNK_BYTES = 64 << 20
 
 
@@ -56,12 +60,13 @@ def scoring_udf(
 ) -> Any:
     """Returns a UDF over the module's inputs; the module is sent to the session's executors.
 
-    `results` has, for each result of `Scorer.score` to return, its SQL type, or "vector". If `struct`, the UDF returns
-    a struct with a field per result, to be read with `result_column`; otherwise, for SQL, the only result. Vectors are
-    returned as arrays.
+    `results` names the results of `Scorer.score` to return, each with its SQL type, or "vector". With `struct`, the UDF
+    returns a struct with a field per result, to be read with `result_column`. Without it, the UDF is for SQL, and
+    returns its only result. Vectors are returned as arrays. `stream` says that the rows come from a stream.
     """
     names = list(results)
-    sent, local = send(spark, trained, stream=stream), is_local(spark)
+    sent = send(spark, trained, stream=stream)
+    local = is_local(spark)
 
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         scorer = scorer_here(sent, scoring, local)
@@ -75,25 +80,28 @@ def scoring_udf(
                 )
             yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
 
-    types = ["array<double>" if kind == "vector" else kind for kind in results.values()]
-    fields = [f"`{name}`: {kind}" for name, kind in zip(names, types, strict=True)]
-    kind = f"struct<{', '.join(fields)}>" if struct else types[0]
-    return arrow_udf(score, kind, trained.inputs, for_sql=not struct)
+    sql_types = ["array<double>" if sql == "vector" else sql for sql in results.values()]
+    if struct:
+        fields = [f"`{name}`: {sql}" for name, sql in zip(names, sql_types, strict=True)]
+        result_type = f"struct<{', '.join(fields)}>"
+    else:
+        result_type = sql_types[0]
+    return arrow_udf(score, result_type, trained.inputs, for_sql=not struct)
 
 
-def result_column(scored: Column, name: str, kind: str) -> Column:
-    """Returns one result from the struct that a scoring UDF returned."""
+def result_column(scored: Column, name: str, sql_type: str) -> Column:
+    """Returns one result from the struct that a scoring UDF returned; `sql_type` is as in `results` of the UDF."""
     column = scored[name]
-    # `array_to_vector` fails on null.
-    return F.when(column.isNotNull(), to_vector(column)) if kind == "vector" else column
+    # Spark's `array_to_vector` fails on null.
+    return F.when(column.isNotNull(), to_vector(column)) if sql_type == "vector" else column
 
 
 def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """Returns the DataFrame in a form that Python UDFs accept; adds a filter that is always true if needed.
 
     From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs. It has no Arrow type for ML
-    vectors and strings with a collation, and fails with UNSUPPORTED_DATATYPE if the used `columns` have such ones. A
-    filter converts the batches to rows.
+    vectors and for strings with a collation, and fails with UNSUPPORTED_DATATYPE if the UDF's `columns` have such
+    types. A filter makes Spark convert the batches to rows.
     """
     schema = dataset.schema.json()
     if not ('"type":"udt"' in schema or "__COLLATIONS" in schema):
@@ -106,10 +114,9 @@ def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
 
 
 def take_rows_in_sql(spark: SparkSession) -> None:
-    """Makes Spark pass rows to the Python UDFs of a session, for the reason given in `rows_for_udf`.
+    """Makes Spark pass rows, not batches of columns, to the Python UDFs of a session; `rows_for_udf` says why.
 
-    An SQL function knows neither its query nor the source, so only the session's setting helps. A value set by the
-    user is kept.
+    An SQL function knows neither its query nor the source, so only the session's setting helps. The user's value stays.
     """
     if spark.conf.get(_COLUMNAR, None) is None and switched_on(spark, _COLUMNAR):
         spark.conf.set(_COLUMNAR, "false")
@@ -119,8 +126,8 @@ def take_rows_in_sql(spark: SparkSession) -> None:
 def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
     """Returns the rows whose inputs neither are nor hold null, NaN or infinity.
 
-    Inputs whose nulls the model takes are exempt. Spark cannot read numbers in bytes: those rows are `found_in_python`.
-    `columns` are expressions that encode the inputs.
+    Inputs whose nulls the model takes are exempt. So are numbers in bytes, which Spark cannot read; `found_in_python`
+    says whether there are such inputs. `columns` are the expressions that encode the inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
     conditions = [
@@ -132,7 +139,7 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
 
 
 def found_in_python(specs: Sequence[TensorSpec]) -> bool:
-    """Whether some input is bytes of floats: the scorer gives those with NaN or infinity null results."""
+    """Whether some input is bytes of floats, in which the scorer finds NaN and infinity; it returns null for them."""
     return any(spec.layout == "raw" and spec.dtype.startswith("float") and spec.fill is None for spec in specs)
 
 
@@ -144,30 +151,33 @@ def rechunk(
     A batch of more than `size` rows is not split: the scorer splits it evenly.
     """
     pending: list[tuple[pa.Array, ...]] = []
-    rows = held = 0
+    pending_rows = pending_bytes = 0
     for batch in batches:
-        for part, taken in _cut(batch, limit):
-            if pending and (rows + len(part[0]) > size or held + taken > limit):
-                yield _joined(pending)
-                pending, rows, held = [], 0, 0
+        for part, part_bytes in _cut(batch, limit):
+            part_rows = len(part[0])
+            if pending and (pending_rows + part_rows > size or pending_bytes + part_bytes > limit):
+                yield _join(pending)
+                pending = []
+                pending_rows = pending_bytes = 0
             pending.append(part)
-            rows += len(part[0])
-            held += taken
+            pending_rows += part_rows
+            pending_bytes += part_bytes
     if pending:
-        yield _joined(pending)
+        yield _join(pending)
 
 
 def _cut(batch: tuple[pa.Array, ...], limit: int) -> Iterator[tuple[tuple[pa.Array, ...], int]]:
-    """Yields a batch, halved until each part has one row or at most `limit` bytes, with the size of each in bytes."""
-    rows, taken = len(batch[0]), sum(column.nbytes for column in batch)
-    if taken <= limit or rows < 2:
-        yield batch, taken
+    """Yields the parts of a batch, halved until each has one row or at most `limit` bytes, and their sizes in bytes."""
+    rows = len(batch[0])
+    size = sum(column.nbytes for column in batch)
+    if size <= limit or rows < 2:
+        yield batch, size
         return
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
         yield from _cut(tuple(column[half] for column in batch), limit)
 
 
-def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
+def _join(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
     if len(batches) == 1:
         return batches[0]
     return tuple(pa.concat_arrays(parts) for parts in zip(*batches, strict=True))
@@ -176,31 +186,22 @@ def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
 def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     """Returns this process's scorer for the module; builds it on first use.
 
-    pyspark collects garbage after every task of a reused worker. What is there once the scorer is built, and once its
-    first task has run, is frozen: looking at all the objects of torch and pandas takes longer than many tasks.
+    pyspark collects garbage after every task of a reused worker. To look at all the objects of torch and pandas takes
+    longer than many tasks. So the objects that exist once the scorer is built, and once its first task has run, are
+    frozen, which exempts them.
     """
     context = TaskContext.get()
     # torch would take all cores of the machine, which other tasks need, too.
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
+    if not is_host(device):
+        _leave_other_devices(device)
     key = (sent.key, scoring, device)
-    on_other_devices = [cached for cached in _scorers if cached[2] != device and not is_host(cached[2])]
-    # The devices of earlier tasks may belong to tasks of others now.
-    if on_other_devices and not is_host(device):
-        # A frozen module in a reference cycle would never be freed.
-        gc.unfreeze()
-        for other in on_other_devices:
-            del _scorers[other]
-            let_go(other[2])
     if key not in _scorers:
         trained, weights = sent.load().unpacked()
         _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
-            evicted = weakref.ref(_scorers.popitem(last=False)[1]._plain)
-            # A module in a reference cycle is freed by a collection only, and only if it is not frozen.
-            if evicted() is not None:
-                gc.unfreeze()
-                gc.collect()
+            _evict_oldest()
         gc.freeze()
         _fresh.add(key)
     elif key in _fresh:
@@ -211,11 +212,33 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     return _scorers[key]
 
 
-def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
-    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's, by process id.
+def _leave_other_devices(device: str) -> None:
+    """Drops the scorers on other accelerators, which Spark may have given to other processes since."""
+    on_other_devices = [key for key in _scorers if key[2] != device and not is_host(key[2])]
+    if on_other_devices:
+        # A frozen module in a reference cycle would never be freed.
+        gc.unfreeze()
+    for key in on_other_devices:
+        del _scorers[key]
+        let_go(key[2])
 
-    Outside of Spark's `local` mode, "auto" uses no GPU that Spark has not assigned: other jobs may use it, and each
-    process on it needs memory for a CUDA context and a copy of the module.
+
+def _evict_oldest() -> None:
+    """Drops the scorer that was used the longest ago, and frees its module."""
+    _, scorer = _scorers.popitem(last=False)
+    evicted = weakref.ref(scorer._plain)
+    del scorer
+    # A module in a reference cycle is freed by a collection only, and only if it is not frozen.
+    if evicted() is not None:
+        gc.unfreeze()
+        gc.collect()
+
+
+def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
+    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's GPUs, by process id.
+
+    Outside of Spark's `local` mode, "auto" uses no GPU that Spark has not assigned: other jobs may use the GPU, and
+    each process on it needs memory for a CUDA context and a copy of the module.
     """
     gpus = context.resources().get("gpu") if context else None
     if device == "auto" and gpus is None and not local:

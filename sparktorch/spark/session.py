@@ -27,18 +27,19 @@ __all__ = [
     *("running_tasks", "session_of", "setting", "slots", "switched_on", "tag_tasks"),
 ]
 
+# More tasks than a stage has: Spark lists a stage's tasks up to a number.
 _MOST_TASKS = 1 << 20
 
 
 def session_of(data: Any) -> SparkSession:
-    """Returns the session of a DataFrame, or that of an RDD's context; of neither, the active one, or a new one."""
+    """Returns the session of a DataFrame; for other data, such as an RDD, the active session, or else a new one."""
     if hasattr(data, "sparkSession"):
         return cast(SparkSession, data.sparkSession)
     return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
 
 
 def check_running(spark: SparkSession) -> None:
-    """Raises a `ConfigError` if a session has been stopped, of which pyspark knows nothing but missing attributes."""
+    """Raises a `ConfigError` if a session has been stopped: pyspark itself would complain about missing attributes."""
     stopped = bool(cast(Any, spark).is_stopped) if is_connect(spark) else spark.sparkContext._jsc is None
     if stopped:
         hint = "make the DataFrame again in a new session; a fitted model can be used there"
@@ -58,11 +59,11 @@ def is_local(spark: SparkSession) -> bool:
 def setting(spark: SparkSession, name: str, default: str = "") -> str:
     """Returns a Spark setting as Spark would read it.
 
-    `default` stands for a setting that is hidden, or has no value that a session can see: Spark SQL's settings have
-    visible defaults, those of Spark core have not.
+    `default` stands for a setting that is hidden, or has no value that a session can see: a session sees the defaults
+    of Spark SQL's settings, but not those of Spark core's.
     """
     try:
-        # Without `None`, a Connect server logs unset names as errors.
+        # Without the default `None`, a Connect server logs unset names as errors.
         value = spark.conf.get(name, None)
         if value is None and name.startswith("spark.sql."):
             value = spark.conf.get(name)
@@ -72,7 +73,7 @@ def setting(spark: SparkSession, name: str, default: str = "") -> str:
 
 
 def switched_on(spark: SparkSession, name: str) -> bool:
-    """Whether a Spark setting is true, in whatever case it is written."""
+    """Whether a Spark setting is true, in upper or lower case."""
     return setting(spark, name).lower() == "true"
 
 
@@ -97,7 +98,7 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     if profile is None:
         profile = manager.defaultResourceProfile()
     else:
-        # Spark counts for profiles only that the manager has; it may be given one twice.
+        # Spark counts slots only for profiles that the manager has. Adding a profile twice does no harm.
         manager.addResourceProfile(profile)
     return int(context.maxNumConcurrentTasks(profile))
 
@@ -108,7 +109,7 @@ def java_profile(profile: ResourceProfile | None) -> Any:
 
 
 def tag_tasks(spark: SparkSession, tag: str) -> None:
-    """Adds a tag to the jobs that this thread will start, for `cancel_tasks` and `running_tasks`."""
+    """Adds a tag to all jobs that this thread will start, for `cancel_tasks` and `running_tasks`."""
     if is_connect(spark):
         spark.addTag(tag)
     else:
@@ -132,17 +133,21 @@ def running_tasks(spark: SparkSession, tag: str) -> int | None:
 
 
 def other_tasks(spark: SparkSession, tag: str, ended: Iterable[str], *, all_jobs: bool, gpus: bool = False) -> int:
-    """Returns the number of running tasks of the jobs with tags in `ended`, or of all but those with a tag.
+    """Returns how many tasks run for jobs other than the one with `tag`.
 
-    With `gpus`, those with a resource profile of their own count: others hold no GPU. For sessions in which `slots` can
-    be counted.
+    With `all_jobs`, the tasks of all other jobs count, and otherwise those of the jobs with tags in `ended`. With
+    `gpus`, only tasks with a resource profile of their own count: others hold no GPU. On Connect, where slots cannot be
+    counted either, the number is 0.
     """
     if is_connect(spark):
         return 0
-    stages = set(spark.sparkContext.statusTracker().getActiveStageIds()) if all_jobs else set[int]()
-    # Stages that have failed may still have running tasks.
-    stages.update(*(_stages(spark, ended_tag) or () for ended_tag in ended))
-    stages -= _stages(spark, tag) or set()
+    stages: set[int] = set()
+    if all_jobs:
+        stages.update(spark.sparkContext.statusTracker().getActiveStageIds())
+    # Stages that have failed are not active, but may still have running tasks.
+    for ended_tag in ended:
+        stages.update(_stages(spark, ended_tag) or ())
+    stages.difference_update(_stages(spark, tag) or ())
     if gpus:
         store: Any = spark.sparkContext._jsc.sc().statusStore()
         stages = {stage for stage in stages if store.lastStageAttempt(stage).resourceProfileId()}
@@ -150,7 +155,7 @@ def other_tasks(spark: SparkSession, tag: str, ended: Iterable[str], *, all_jobs
 
 
 def executor_ids(spark: SparkSession) -> frozenset[str]:
-    """Returns the ids of a cluster's executors, including those that are to go; none on Connect."""
+    """Returns the ids of a cluster's executors, including executors that are to go; none on Connect."""
     if is_connect(spark):
         return frozenset()
     context: Any = spark.sparkContext._jsc.sc()
@@ -160,20 +165,25 @@ def executor_ids(spark: SparkSession) -> frozenset[str]:
 def is_leaving(spark: SparkSession, tag: str) -> bool:
     """Whether an executor that runs tasks of the jobs with a tag is being decommissioned.
 
-    Spark tells neither tasks nor listeners (`TaskScheduler.getExecutorDecommissionState`, in
+    Spark tells neither tasks nor listeners, so its scheduler is asked (`TaskScheduler.getExecutorDecommissionState`, in
     core/src/main/scala/org/apache/spark/scheduler).
     """
     if is_connect(spark) or is_local(spark):
         return False
     context: Any = spark.sparkContext._jsc.sc()
-    scheduler, store = context.taskScheduler(), context.statusStore()
-    stage_infos = [spark.sparkContext.statusTracker().getStageInfo(stage) for stage in _stages(spark, tag) or ()]
-    stages = [
-        (stage.stageId, stage.currentAttemptId) for stage in stage_infos if stage is not None and stage.numActiveTasks
-    ]
-    tasks = [store.taskList(stage, attempt, _MOST_TASKS) for stage, attempt in stages]
-    running = [task_list.apply(index) for task_list in tasks for index in range(task_list.size())]
-    executors = {task.executorId() for task in running if task.status() == "RUNNING"}
+    scheduler = context.taskScheduler()
+    store = context.statusStore()
+    tracker = spark.sparkContext.statusTracker()
+    executors = set()
+    for stage in _stages(spark, tag) or ():
+        info = tracker.getStageInfo(stage)
+        if info is None or not info.numActiveTasks:
+            continue
+        tasks = store.taskList(info.stageId, info.currentAttemptId, _MOST_TASKS)
+        for index in range(tasks.size()):
+            task = tasks.apply(index)
+            if task.status() == "RUNNING":
+                executors.add(task.executorId())
     return any(scheduler.getExecutorDecommissionState(executor).isDefined() for executor in executors)
 
 
@@ -182,10 +192,13 @@ def _stages(spark: SparkSession, tag: str) -> set[int] | None:
     tracker: Any = spark.sparkContext.statusTracker()
     java_tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
     jobs = [tracker.getJobInfo(job) for job in java_tracker.getJobIdsForTag(tag)]
-    return {stage for job in jobs if job is not None for stage in job.stageIds} if jobs else None
+    if not jobs:
+        return None
+    return {stage for job in jobs if job is not None for stage in job.stageIds}
 
 
 def _active_tasks(spark: SparkSession, stages: Iterable[int]) -> int:
+    """Returns the number of running tasks in the stages."""
     tracker = spark.sparkContext.statusTracker()
     stage_infos = [tracker.getStageInfo(stage) for stage in stages]
     return sum(stage.numActiveTasks for stage in stage_infos if stage is not None)
@@ -204,6 +217,7 @@ def driver_address(spark: SparkSession) -> tuple[str, str] | None:
 
 
 def _is_loopback(host: str) -> bool:
+    """Whether a name or address is one of this machine for itself."""
     try:
         return socket.gethostbyname(host).startswith("127.")
     except OSError:

@@ -26,14 +26,17 @@ __all__ = ["INLINE_BYTES", "Sent", "ShippingError", "add_code", "pickled", "send
 
 # Larger values are sent once per executor, not with every task.
 INLINE_BYTES = 1 << 20
-_PIECE = 64 << 20  # A broadcast has at most so many bytes, which bounds the memory of the driver's JVM.
+# The most bytes of a broadcast, which bound the memory that the driver's JVM needs.
+_PIECE_BYTES = 64 << 20
 
 _lock = RLock()
+# By the id of a value: the handle to the value that was sent.
 _sent: WeakKeyDictionary[SparkSession | SparkContext, dict[int, Sent]] = WeakKeyDictionary()
-# The executors have these files, and the code of these folders.
+# The names of files that the executors have, and of folders whose code they have.
 _shipped: WeakKeyDictionary[SparkSession | SparkContext, set[str]] = WeakKeyDictionary()
-# The driver's Python has written these files for broadcasts; a weak reference of Java's says whether one is in use.
+# The files that the driver's Python has written for broadcasts. Java's weak references say which broadcasts are in use.
 _written: WeakKeyDictionary[SparkContext, list[tuple[str, Any]]] = WeakKeyDictionary()
+# Folders whose modules the executors are to have.
 _code: list[Path] = []
 
 
@@ -74,12 +77,12 @@ class Sent:
 def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
     """Sends a value to the executors: with the tasks if it is small, otherwise once to each executor.
 
-    The files of a Connect session do not reach the tasks of its streams (`stream`): those get values of any size with
-    the tasks. A value is sent once per Connect session or SparkContext, if it supports weak references; later changes
-    are not sent. A SparkContext frees it, on the driver and on the executors, once the value and all DataFrames, SQL
-    functions and jobs that load it are gone. A Connect server keeps it until the session ends.
+    A value that supports weak references is sent once per Connect session or SparkContext; later changes to it are not
+    sent. A SparkContext frees it, on the driver and on the executors, once the value and all DataFrames, SQL functions
+    and jobs that load it are gone. A Connect server keeps it until the session ends. With `stream`, a Connect session
+    sends a value of any size with the tasks, because its files do not reach the tasks of its streams.
 
-    Tasks call `load` on the handle. Keep a reference to it until Spark has pickled the tasks' function.
+    Tasks call `load` on the handle. Keep a reference to the handle until Spark has pickled the tasks' function.
     """
     with _lock:
         for folder in _code:
@@ -87,20 +90,20 @@ def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
         if stream and is_connect(spark):
             content = pickled(value)
             return Sent(key=f"inline {hashlib.sha256(content).hexdigest()}", inline=content)
-        sent = _sent.setdefault(_cache_owner(spark), {})
-        if id(value) not in sent:
-            new = _send(spark, pickled(value))
+        handles = _sent.setdefault(_cache_owner(spark), {})
+        if id(value) not in handles:
+            handle = _send(spark, pickled(value))
             try:
-                # Once the value is gone, another may get its id; at exit there is nothing left to forget.
-                finalize(value, sent.pop, id(value), None).atexit = False
+                # Once the value is gone, another value may get its id. At exit, there is nothing left to forget.
+                finalize(value, handles.pop, id(value), None).atexit = False
             except TypeError:  # Nothing can refer weakly to a tuple, for example.
-                return new
-            sent[id(value)] = new
-        return sent[id(value)]
+                return handle
+            handles[id(value)] = handle
+        return handles[id(value)]
 
 
 def add_code(folder: Path) -> None:
-    """Adds the modules and packages in a folder to the Python path of the executors, with the next value sent."""
+    """Adds the modules and packages in a folder to the Python path of the executors when the next value is sent."""
     with _lock:
         if folder not in _code:
             _code.append(folder)
@@ -116,11 +119,12 @@ def pickled(value: object) -> bytes:
 
 
 def _cache_owner(spark: SparkSession) -> SparkSession | SparkContext:
-    """Returns the key of the caches: on classic Spark the SparkContext, since each micro-batch has its own session."""
+    """Returns the caches' key for a session: on classic Spark its context, since each micro-batch has a session."""
     return spark if is_connect(spark) else spark.sparkContext
 
 
 def _send(spark: SparkSession, content: bytes) -> Sent:
+    """Sends a pickled value in the way that suits its size and the session."""
     digest = hashlib.sha256(content).hexdigest()
     if len(content) <= INLINE_BYTES:
         return Sent(key=f"inline {digest}", inline=content)
@@ -150,13 +154,14 @@ def _broadcast(context: SparkContext, content: bytes) -> Iterator[Broadcast[byte
         else:
             in_use.append((path, reference))
     _written[context] = in_use
-    for start in range(0, len(content), _PIECE):
-        piece: Any = context.broadcast(content[start : start + _PIECE])
+    for start in range(0, len(content), _PIECE_BYTES):
+        piece: Any = context.broadcast(content[start : start + _PIECE_BYTES])
         in_use.append((piece._path, jvm.java.lang.ref.WeakReference(piece._jbroadcast)))
         yield piece
 
 
 def _send_code(spark: SparkSession, folder: Path) -> None:
+    """Sends the code in a folder, unless the executors have it."""
     shipped = _shipped.setdefault(_cache_owner(spark), set())
     if str(folder) in shipped:
         return
@@ -164,7 +169,7 @@ def _send_code(spark: SparkSession, folder: Path) -> None:
     name = f"sparktorch-code-{hashlib.sha256(content).hexdigest()[:32]}.zip"
     if name not in shipped:  # Several models may share the same code.
         file = Path(_folder().name, name)
-        # Executors may be fetching a file of this name, for another session: it is replaced as a whole.
+        # Executors may be fetching a file with this name for another session, so it is replaced as a whole.
         partial = file.with_suffix(".partial")
         partial.write_bytes(content)
         os.replace(partial, file)
@@ -173,7 +178,7 @@ def _send_code(spark: SparkSession, folder: Path) -> None:
 
 
 def _archive(folder: Path) -> bytes:
-    """Returns the modules and packages in a folder as a zip file: of the same code the same bytes, as Spark demands."""
+    """Returns the modules in a folder as a zip file; for the same code, it has the same bytes, as Spark demands."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
@@ -183,5 +188,5 @@ def _archive(folder: Path) -> bytes:
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns the folder from which executors fetch code during the session; removed when this process ends."""
+    """Returns the folder from which executors fetch code; it is removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="sparktorch-")

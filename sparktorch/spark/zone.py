@@ -1,4 +1,4 @@
-"""The time zone of timestamps that pandas has in a UDF of Spark, without their zone."""
+"""Finds the time zone of timestamps that a UDF gets in pandas, where they have no zone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["zone_in_udf"]
 
 
 def zone_in_udf(default: str) -> tzinfo:
-    """Returns the time zone of the session whose UDF runs this, and that of the name `default` where none runs.
+    """Returns the time zone of the session whose UDF runs this; outside of tasks, the zone with the name `default`.
 
-    A `ColumnError` says that the task's Python worker was sent no time zone, as for the functions of an RDD.
+    A `ColumnError` says that Spark has sent the task no time zone, as to the functions of an RDD.
     """
     task = TaskContext.get()
     if task is None:
         return zone_named(default)
-    name = _sent_to_worker() or task.getLocalProperty("spark.sql.session.timeZone")
+    name = _zone_of_worker() or task.getLocalProperty("spark.sql.session.timeZone")
     if name is None:
         raise ColumnError(
             "timestamps have no time zone, and this task of Spark does not know that of its session",
@@ -31,18 +31,20 @@ def zone_in_udf(default: str) -> tzinfo:
     return zone_named(name)
 
 
-def _sent_to_worker() -> str | None:
-    """Returns the zone by which pyspark's worker converts timestamps for pandas, which it was sent with the UDF.
+def _zone_of_worker() -> str | None:
+    """Returns the zone in which pyspark's worker converts timestamps for pandas; Spark sends it with the UDF.
 
-    Only the frames of the worker's functions have it: as a setting in new versions, in a serializer in older ones. The
-    task's properties lack a zone that the session has by default, and one under `DataFrame.rdd`.
+    Only local variables of the worker's functions have the zone: a setting in newer versions of pyspark, a serializer
+    in older ones. The task's properties lack a zone that the session has by default, and any zone under
+    `DataFrame.rdd`.
     """
     frame = sys._getframe().f_back
     while frame is not None:
         if frame.f_code.co_filename.endswith("worker.py"):
-            holders = (frame.f_locals.get("runner_conf"), "timezone"), (frame.f_locals.get("deserializer"), "_timezone")
-            zone = next(filter(None, (getattr(holder, name, None) for holder, name in holders)), None)
-            if zone is not None:
+            in_setting = getattr(frame.f_locals.get("runner_conf"), "timezone", None)
+            in_serializer = getattr(frame.f_locals.get("deserializer"), "_timezone", None)
+            zone = in_setting or in_serializer
+            if zone:
                 return str(zone)
         frame = frame.f_back
     return None

@@ -171,7 +171,7 @@ def save_model(
     )
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
     # A graph would hold the weights that are in a folder.
-    if pytorch and form.alone and len(models) == 1 and isinstance(models[0].weights, bytes):
+    if pytorch and form.all_ours and len(models) == 1 and isinstance(models[0].weights, bytes):
         _add_pytorch(mlflow_model, models[0], Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
     _write_environment(Path(path), *environment)

@@ -195,9 +195,9 @@ def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> No
     from mlflow.entities import Param
 
     logged = client.get_run(run_id).data.params
-    others = [name for name, value in values.items() if logged.get(name, value) != value]
-    if others:
-        _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(others))
+    differing = [name for name, value in values.items() if logged.get(name, value) != value]
+    if differing:
+        _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(differing))
     client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in logged])
 
 

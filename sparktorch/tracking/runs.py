@@ -73,7 +73,7 @@ class Target:
     parent: ActiveRun | None = None
     creates_run: bool = True
     elsewhere: bool = False
-    asked: bool = False
+    requested: bool = False
     tags: dict[str, str] = field(default_factory=dict)
     _id: str = field(default_factory=_new_id)
     _started: int = field(default_factory=milliseconds)
@@ -105,7 +105,7 @@ class Target:
         if self.elsewhere and self.parent:
             ended = client.get_run(self.parent.run_id).info.end_time
             if ended is not None and ended < self._started:
-                if not self.asked:
+                if not self.requested:
                     return None
                 self.parent = None
         experiment = self._experiment(client)
@@ -180,22 +180,22 @@ def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | 
     """
     experiment = estimator.getOrDefault("mlflowExperiment") if estimator.isDefined("mlflowExperiment") else None
     name = estimator.getOrDefault("mlflowRunName") if estimator.isDefined("mlflowRunName") else None
-    here = active_run()
-    parent = here or caller
+    active = active_run()
+    parent = active or caller
     is_named = experiment is not None or name is not None
-    asked = is_named or autologs is not None
-    if parent is None and not asked:
+    requested = is_named or autologs is not None
+    if parent is None and not requested:
         return None
     # `_take` comes before `here`: it marks the caller's run as taken, also if the caller is in another thread.
-    creates_run = is_named or parent is None or not _take(parent) or here is None
+    creates_run = is_named or parent is None or not _take(parent) or active is None
     return Target(
         name=name or estimator.uid,
         uri=parent.uri if parent else None,
         experiment=experiment,
         parent=parent,
         creates_run=creates_run,
-        elsewhere=here is None and caller is not None,
-        asked=asked,
+        elsewhere=active is None and caller is not None,
+        requested=requested,
         tags=(autologs and autologs.extra_tags) or {},
     )
 

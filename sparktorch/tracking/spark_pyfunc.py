@@ -37,10 +37,7 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Se
     The `time_zone` of `model_config` is as for `zone_of`; "auto" outside of UDFs is the zone of the session that has
     logged the pipeline.
     """
-    from mlflow.utils._spark_utils import (
-        _create_local_spark_session_for_loading_spark_model,
-        _get_active_spark_session,
-    )
+    from mlflow.utils._spark_utils import _create_local_spark_session_for_loading_spark_model, _get_active_spark_session
 
     # Without this, workers run the first Python on the PATH, which need not be this one.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

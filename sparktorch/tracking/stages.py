@@ -26,13 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from mlflow.models import Model, ModelSignature
 
-__all__ = [
-    "form_of",
-    "read_own_stages",
-    "read_spark_stages",
-    "with_doubles",
-    "without_vectors",
-]
+__all__ = ["form_of", "read_own_stages", "read_spark_stages", "with_doubles", "without_vectors"]
 
 _COLUMNS = "columns.json"
 _EXAMPLE_ROWS = 5
@@ -76,7 +70,7 @@ class _OwnStages:
         ours: The stages that are models of ours. Each stage of a pipeline has a folder.
     """
 
-    alone = True
+    all_ours = True
     loader = "sparktorch.tracking.pyfunc"
     # The serving machine may differ from the Param `device`'s, and its time zone from the session's.
     config: Mapping[str, Any] = {"device": "auto", "time_zone": "auto"}
@@ -148,7 +142,7 @@ class _SparkStages:
     that the first stage with a `predictionCol`, and the stages after it, add.
     """
 
-    alone = False
+    all_ours = False
     packages = ("pyspark",)
     loader = "sparktorch.tracking.spark_pyfunc"
     config: Mapping[str, Any] = {"time_zone": "auto"}

@@ -164,7 +164,7 @@ class Callbacks:
                 trace="".join(traceback.format_exception(error)),
             ) from error
 
-    def asked(self, module_asked: bool | None) -> bool:
+    def stop_requested(self, module_asked: bool | None) -> bool:
         """Returns whether a callback or the module has requested a stop in this rank, for checkpoints."""
         return self._context._asked_to_stop or bool(module_asked)
 
@@ -181,12 +181,12 @@ class Callbacks:
         world = self._context.world
         if not self._all and module_asked is None:
             return False
-        asked = float(self.asked(module_asked))
+        stop_requested = float(self.stop_requested(module_asked))
         numbers = shared() if world.world_size > 1 else {}
         # One collective finds out whether any rank has asked, and the largest and the smallest of each number: the
         # smallest is the largest of the negative ones, with the other sign.
         negative = [-number for number in numbers.values()]
-        values = torch.tensor([asked, *numbers.values(), *negative], dtype=torch.float64)
+        values = torch.tensor([stop_requested, *numbers.values(), *negative], dtype=torch.float64)
         any_asked, *bounds = max_over_ranks(values, world).tolist()
         largest, negative_smallest = bounds[: len(numbers)], bounds[len(numbers) :]
         for what, high, negative_low in zip(numbers, largest, negative_smallest, strict=True):

@@ -118,11 +118,7 @@ def _result(
     function: Callable[..., Any], arguments: tuple[Any, ...], job: RankJob, context: RunContext, client: Client
 ) -> RankResult:
     """Calls the function; returns its pickled result."""
-    with (
-        torchrun_environment(context.world, client),
-        reproducible(job.config, context.device),
-        explained(job.config),
-    ):
+    with torchrun_environment(context.world, client), reproducible(job.config, context.device), explained(job.config):
         client.enter("running")
         client.count_work()
         try:
@@ -139,19 +135,14 @@ def _result(
             context.let_save_end()
             raise
         context.finish()
+    payload = io.BytesIO()
     try:
-        payload = _pickled(tree_map(_detached, returned))
+        _Pickler(payload, protocol=pickle.HIGHEST_PROTOCOL).dump(tree_map(_detached, returned))
     except Exception as error:
         raise RankError(
-            f"what the function returned, a {type(returned).__name__}, cannot be pickled: {error}",
+            f"what the function returned, a {type(returned).__name__}, cannot be pickled: {error}"
         ) from error
-    return RankResult({"rows": 0}, payload)
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
+    return RankResult({"rows": 0}, payload.getvalue())
 
 
 def _detached(value: Any) -> Any:

@@ -66,8 +66,8 @@ class GlobalBatch(Batch):
 
 def global_batch(batch: Batch, step: int, scale: float, note: Callable[[torch.Tensor], None]) -> GlobalBatch:
     """Returns a batch, with placeholder rows complete, whose losses are scaled and noted."""
-    whole = replace(batch.complete(), rows=batch.rows)
-    return GlobalBatch(**vars(whole), step=step, _scale=scale, _note=note)
+    complete = replace(batch.complete(), rows=batch.rows)
+    return GlobalBatch(**vars(complete), step=step, _scale=scale, _note=note)
 
 
 class RankRows(Dataset[tuple[torch.Tensor, ...]]):

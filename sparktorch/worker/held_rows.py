@@ -6,9 +6,9 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,6 @@ from sparktorch.base.host_memory import forget_peaks, peaks
 from sparktorch.base.imports import uncollected
 from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
-from sparktorch.data.columns import Groups
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.shards import InMemoryShard
@@ -36,6 +35,7 @@ from sparktorch.train.loop.loop import train
 from sparktorch.train.loop.validation import improvements
 from sparktorch.train.strategies.registry import strategy_for, strategy_type
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
+from sparktorch.worker.peers import imbalanced, meet, on_one_kind, warn_of_groups
 from sparktorch.worker.placement import assign_positions
 
 __all__ = ["HeldRows", "Run", "find_checkpoint"]
@@ -124,18 +124,18 @@ class HeldRows:
             clock.lap("load")
             client.enter("waiting for the other ranks")
             saved_by_position = _split_by_position(job.checkpoint, client) if world.is_main else None
-            self._peers = _meet(shard, world, client, saved_by_position)
+            self._peers = meet(shard, world, client, saved_by_position)
             clock.lap("wait")
             self._reading_seconds = clock.laps
-            self.world = world = _on_one_kind(world, self._peers, client)
+            self.world = world = on_one_kind(world, self._peers, client)
             counts = [peer["rows"] for peer in self._peers]
             if job.columns.groups is not None and world.is_main:
-                _warn_of_groups(job.columns.groups, self._peers, client)
+                warn_of_groups(job.columns.groups, self._peers, client)
             self._max_imbalance = job.max_imbalance
             # A training that goes on needs its rows split as they were, however uneven that is.
             self._by_position, saved_by_position = job.by_place, self._peers[0]["by_place"]
             if saved_by_position is None:
-                self.imbalanced = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
+                self.imbalanced = job.max_imbalance is not None and imbalanced(counts, job.max_imbalance)
             else:
                 self.imbalanced = saved_by_position != job.by_place
             if not self.imbalanced:
@@ -250,7 +250,7 @@ class HeldRows:
         counts_without = [[peer["rows"] for peer in self._peers_without(fold)] for fold in folds.counts if fold >= 0]
         facts["folds"] = {str(fold): counts for fold, counts in folds.counts.items()}
         facts["uneven_folds"] = self._max_imbalance is not None and any(
-            _imbalanced(counts, self._max_imbalance) for counts in counts_without
+            imbalanced(counts, self._max_imbalance) for counts in counts_without
         )
         facts["nulls"] = folds.nulls
         return facts
@@ -308,12 +308,7 @@ def find_checkpoint(job: RankJob, identity: Mapping[str, Any], world: World, cli
         return None
     client.enter("looking for a checkpoint")
     return Checkpointer(
-        config,
-        {**config.job, **identity},
-        world,
-        client,
-        fixed=job.fixed_epochs,
-        best_delta=job.config.best_delta,
+        config, {**config.job, **identity}, world, client, fixed=job.fixed_epochs, best_delta=job.config.best_delta
     )
 
 
@@ -335,67 +330,6 @@ def _split_by_position(config: CheckpointConfig | None, client: Client) -> bool 
     return bool(manifest.job[_SPLIT] == _BY_POSITION)
 
 
-def _meet(shard: Shard, world: World, client: Client, saved_by_position: bool | None) -> list[dict[str, Any]]:
-    """Waits until all ranks have read their rows; returns facts about each rank's rows, in rank order."""
-    return client.agree(
-        "shard",
-        {
-            "rows": shard.rows,
-            "validation": shard.validation_rows,
-            "fingerprint": shard.fingerprint,
-            "folds": {} if shard.folds is None else {str(fold): counts for fold, counts in shard.folds.counts.items()},
-            "device": world.device,
-            "host": world.host,
-            "by_place": saved_by_position,
-            "groups": shard.groups,
-        },
-    )
-
-
-def _warn_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: Client) -> None:
-    """Warns of groups that are too short for a window, and of shares of the ranks that are too different."""
-    facts = [peer["groups"] for peer in peers]
-    count, short = sum(fact["groups"] for fact in facts), sum(fact["short"] for fact in facts)
-    rows, gaps = sum(fact["rows"] for fact in facts), sum(fact["gaps"] for fact in facts)
-    largest = max(fact["largest"] for fact in facts)
-    idle = sum(not peer["rows"] for peer in peers)
-    if short and groups.window is not None:
-        client.warn(
-            f"{short} of {counted(count, 'group', 'groups')} have fewer than {groups.window.rows} rows, those of a "
-            "window: nothing is trained of them"
-        )
-    if gaps:
-        client.warn(f"column {groups.order!r} has {counted(gaps, 'gap', 'gaps')}: no window across one is trained")
-    if largest * len(peers) > rows and len(peers) > 1:
-        client.warn(
-            f"a group has {largest} of {rows} rows, more than a worker's share: groups are not divided, and the others "
-            f"wait for its worker\n  -> set a smaller numWorkers{'' if groups.group else ', or groupCol'}"
-        )
-    elif idle:
-        client.warn(
-            f"{idle} of {len(peers)} workers {'has' if idle == 1 else 'have'} nothing to train: a group goes to the "
-            "worker of its hash, and there are few\n  -> set a smaller numWorkers"
-        )
-
-
-def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Client) -> World:
-    """Returns this rank's world, on the CPU if the ranks have different types of devices.
-
-    Ranks on different types would open different process groups and wait for each other.
-    """
-    # Types are compared as texts: this rank's torch may not know a peer's device.
-    kinds = {peer["device"].partition(":")[0] for peer in peers}
-    if len(kinds) == 1:
-        return world
-    if world.is_main:
-        without = sorted({peer["host"] for peer in peers if peer["device"] == "cpu"})
-        client.warn(
-            f"all ranks train on the CPU: those on {', '.join(without)} have no {'/'.join(sorted(kinds - {'cpu'}))} "
-            "device for each\n  -> give every executor its GPUs, or lower numWorkers; device='cpu' says it is meant"
-        )
-    return replace(world, device="cpu")
-
-
 def _best(outcomes: list[dict[str, Any]]) -> int:
     """Returns the rank with the best validation of its weights or, without validation, the smallest training loss."""
 
@@ -409,12 +343,3 @@ def _best(outcomes: list[dict[str, Any]]) -> int:
 def _import_dynamo() -> None:
     with uncollected():
         importlib.import_module("torch._dynamo")
-
-
-def _imbalanced(counts: list[int], share: float) -> bool:
-    """Returns whether the largest shard exceeds the mean by more than `share` and chance explain.
-
-    Sizes of a split by hash have a standard deviation of about `sqrt(mean)`; four times that is never chance.
-    """
-    mean = sum(counts) / len(counts)
-    return max(counts) > mean * (1 + share) + 4 * math.sqrt(mean)

@@ -59,13 +59,7 @@ class RunContext(Collectives):
     """
 
     def __init__(
-        self,
-        world: World,
-        client: Client,
-        config: TrainConfig,
-        *,
-        run: Run | None,
-        checkpointer: Checkpointer | None,
+        self, world: World, client: Client, config: TrainConfig, *, run: Run | None, checkpointer: Checkpointer | None
     ) -> None:
         """Takes the rank's place, client and configuration, its run if it has rows, its checkpointer."""
         super().__init__(world)
@@ -108,9 +102,10 @@ class RunContext(Collectives):
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
         self._check_same_point("loader")
-        # Each rank scales its losses by the weights of the whole batches.
+        # Each rank scales its losses by the weights of the whole batches, and for what then divides the gradients.
         weights = sum_over_ranks(shard.step_weights(epoch), self.world)
-        scales = step_scales(weights, self._divisor)
+        divisor = next((sync.divisor for sync in self._syncs.values()), self.world_size)
+        scales = step_scales(weights, divisor)
         self._diverge()
         with closing(shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:
             try:
@@ -298,9 +293,9 @@ class RunContext(Collectives):
         manifest = None if self._checkpointer is None else self._checkpointer.start
         if self._checkpointer is None or manifest is None:
             return
-        store, same = self._checkpointer.store, manifest.world_size == self.world_size
+        store, same_ranks = self._checkpointer.store, manifest.world_size == self.world_size
         main = store.read_rest(manifest, 0)
-        rank_rest = store.read_rest(manifest, self.rank) if same else {"own": {}, "generators": None}
+        rank_rest = store.read_rest(manifest, self.rank) if same_ranks else {"own": {}, "generators": None}
         self.restored = {**main["state"], **rank_rest["own"]}
         self._generators = rank_rest["generators"]
         self._saves, self._reports = manifest.step, main["reports"]
@@ -326,11 +321,6 @@ class RunContext(Collectives):
                 yield shared
         finally:
             self._generators_outside = None
-
-    @property
-    def _divisor(self) -> int:
-        """The number by which the wrapped module's gradients are divided when they are reduced."""
-        return next((sync.divisor for sync in self._syncs.values()), self.world_size)
 
     def _strategy_of(self, module: nn.Module) -> Strategy[Any]:
         if module not in self._strategies:

@@ -142,7 +142,7 @@ def test_a_cut_between_two_ranks_is_told_as_such_and_a_healed_one_lets_the_fit_g
     cut = time.monotonic()
     warned = fits.restart()
     assert time.monotonic() - cut < STALL_SECONDS + 8, "it took too long"
-    assert "ranks [0, 1] wait for each other" in warned
+    assert "ranks [0, 1] have waited for each other" in warned
     assert re.search(r"is the network between 10\.77\.0\.[23] and 10\.77\.0\.[32] cut\?", warned)
     assert "Stack of rank 0:" in warned
     assert "Stack of rank 1:" in warned

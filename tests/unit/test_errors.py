@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 
 from sparktorch import errors
-from sparktorch.errors import ColumnError, ModuleError, RankError, SparkTorchError, nearest, shortened, shortens
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import (
+    ColumnError,
+    ConfigError,
+    ConflictError,
+    ModuleError,
+    RankError,
+    SparkTorchError,
+    nearest,
+    shortened,
+    shortens,
+)
 
 KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error") and name != "SparkTorchError"]
 
@@ -31,6 +42,17 @@ def test_an_error_survives_pickle_and_json(kind: type[SparkTorchError]) -> None:
 def test_an_error_of_an_older_version_has_the_code_of_its_class() -> None:
     form = {name: value for name, value in ColumnError("it broke").to_dict().items() if name != "code"}
     assert SparkTorchError.from_dict(form).code == "ST-COLUMN"
+
+
+def test_settings_that_exclude_each_other_are_a_conflict_and_still_a_config_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"are both set \[param=microBatchSize\]\n  -> set one of them \[ST-CLASH\]$"
+    ) as raised:
+        TrainConfig(accumulation_steps=2, micro_batch_size=4)
+    assert type(raised.value) is ConflictError
+    earlier = SparkTorchError.from_dict({**raised.value.to_dict(), "kind": "ConfigError"})
+    assert type(earlier) is ConfigError
+    assert str(earlier) == str(raised.value)
 
 
 def test_a_message_says_what_where_what_to_do_and_how_it_came() -> None:

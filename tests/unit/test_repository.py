@@ -39,7 +39,7 @@ PARAMS = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 COMPUTED: dict[type, set[str]] = {
     TrainConfig: {"validates_untrained", "task", "shuffle_block", "class_weights", "model_folder", "unused_parameters"},
     Recipe: {"module", "module_params", "initial", "seed", "loss"},
-    Launch: {"world_size", "profile", "patience", "log_level", "tag", "pauses"},
+    Launch: {"world_size", "profile", "patience", "log_level", "tag", "asks_to_pause"},
     Timeouts: set(),
     StorageConfig: set(),
     CheckpointConfig: {"owner", "restart", "job"},
@@ -191,7 +191,7 @@ def texts() -> dict[str, list[str]]:
 
 
 TEXTS = texts()
-FROM_TABLES = {f"ST-{what.replace(' ', '-').upper()}" for what in preflight._OFF}
+FROM_TABLES = {f"ST-{switch.name.replace(' ', '-').upper()}" for switch in preflight._SWITCHES}
 FROM_TABLES |= {f"ST-{check.upper()}" for _, check, _ in doctor._FAILURES}
 CODES = {*TEXTS, *filter(None, BY_CLASS.values()), *FROM_TABLES}
 

@@ -50,13 +50,13 @@ class HuggingFaceAdapter(Adapter):
         """Returns the class and configuration of a model."""
         return rebuildable(module)
 
-    def write(self, module: Any, folder: str, labels: Sequence[str], beside: Any = None) -> None:
+    def write(self, module: Any, folder: str, labels: Sequence[str], preprocessor: Any = None) -> None:
         """Writes a folder that `from_pretrained` opens; of adapters what `peft` does, without the base."""
         model = model_in(module)
         if labels and model is not None:
             model.config.id2label = dict(enumerate(labels))
             model.config.label2id = {label: number for number, label in enumerate(labels)}
-        super().write(module, folder, labels, beside)
+        super().write(module, folder, labels, preprocessor)
 
     def to_json(self, value: Any) -> dict[str, Any] | None:
         """Returns a configuration as JSON."""

@@ -28,19 +28,14 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = [
-    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"),
-    *("opened", "rebuildable", "stamp"),
-]
+__all__ = [*("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"), *("opened", "rebuildable", "stamp")]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
-_SILENT = ("gradient_checkpointing",)  # entries that transformers reads and no configuration has
-_CHOICES = (
-    "attn_implementation",
-    "experts_implementation",
-)  # A configuration keeps them, and leaves them out of its JSON.
-_SHOWN = 6  # names in a message
+_SILENT = ("gradient_checkpointing",)  # transformers reads these entries, which no configuration has.
+# A configuration keeps these, and leaves them out of its JSON.
+_CHOICES = ("attn_implementation", "experts_implementation")
+_MOST_NAMES = 6  # A message names so many parameters.
 
 
 def opened(
@@ -85,11 +80,14 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
     config = _of_dtype(copy.deepcopy(module.config), module.dtype)
     try:
         with torch.device("meta"):
-            again = type(module)(copy.deepcopy(config))
+            rebuilt = type(module)(copy.deepcopy(config))
     except Exception:
         return None
-    one, other = ({name: tensor.shape for name, tensor in model.state_dict().items()} for model in (module, again))
-    return _described(type(module), config) if one == other and repr(module) == repr(again) else None
+    shapes, rebuilt_shapes = (
+        {name: tensor.shape for name, tensor in model.state_dict().items()} for model in (module, rebuilt)
+    )
+    same = shapes == rebuilt_shapes and repr(module) == repr(rebuilt)
+    return _described(type(module), config) if same else None
 
 
 def config_in(folder: str) -> Any:
@@ -116,8 +114,8 @@ def has_new_weights(folder: str) -> bool:
 def _are_new(folder: str, _: tuple[tuple[str, int], ...]) -> bool:
     weights = WeightsFolder(folder)
     vectors = [tensor for tensor in map(weights.__getitem__, weights) if tensor.dim() == 1 and len(tensor)]
-    new = sum(bool(torch.all(vector == vector[0]) and vector[0] in (0, 1)) for vector in vectors)
-    return 2 * new > len(vectors)
+    constant = sum(bool(torch.all(vector == vector[0]) and vector[0] in (0, 1)) for vector in vectors)
+    return 2 * constant > len(vectors)
 
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
@@ -137,13 +135,13 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
 
 def stamp(folder: str) -> tuple[tuple[str, int], ...]:
     """Returns the files in a folder and when they were written, as the key of what was read from them."""
-    files = filter(Path.exists, Path(folder).iterdir())  # not links that lead nowhere
+    files = filter(Path.exists, Path(folder).iterdir())  # A link may lead nowhere.
     return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in files))
 
 
-def _untied(folder: str, model: Any, one: str, other: str) -> ModuleError:
+def _untied(folder: str, model: Any, name: str, twin: str) -> ModuleError:
     """Returns the error for two values of one parameter, which transformers would not tie, and its module does."""
-    what = f"{one!r} and {other!r} in {folder} differ, and are one parameter of {type(model).__qualname__}"
+    what = f"{name!r} and {twin!r} in {folder} differ, and are one parameter of {type(model).__qualname__}"
     hint = "set tie_word_embeddings to false, in config.json or moduleParams; or keep one of them in the folder"
     return ModuleError(what, hint=hint, param="module")
 
@@ -159,7 +157,8 @@ def _described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
 def _class_of(config: Any) -> Any:
     """Returns the class of model that a configuration names."""
     names = config.architectures or ()
-    if names and (kind := getattr(transformers(), names[0], None)) is not None:
+    kind = getattr(transformers(), names[0], None) if names else None
+    if kind is not None:
         return kind
     what = f"the {type(config).__qualname__} names {f'{names[0]!r}, unknown' if names else 'no class of models'}"
     raise ModuleError(what, hint="set its architectures, such as ['BertForSequenceClassification']", param="module")
@@ -182,9 +181,10 @@ def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) ->
         if what:
             raise ModuleError(what, hint=hint, param="moduleParams")
         below = getattr(changed, name, None)
-        made = _changed(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
+        if is_config(below) and isinstance(value, Mapping):
+            value = _changed(below, value, within=True)
         with refusing(f"{name} of {kind} cannot be {value!r}", param="moduleParams"):
-            setattr(changed, name, made)
+            setattr(changed, name, value)
     return changed
 
 
@@ -196,7 +196,7 @@ def _of_dtype(config: Any, dtype: torch.dtype) -> Any:
     return config
 
 
-@functools.lru_cache(maxsize=1)  # the settings of a search share one copy of the weights
+@functools.lru_cache(maxsize=1)  # The settings of a search share one copy of the weights.
 def _read(
     folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]
 ) -> tuple[dict[str, Any], bytes, tuple[str, ...]]:
@@ -211,16 +211,13 @@ def _read(
         kind = _class_of(config)
         torch.manual_seed(seed)
         model, info = kind.from_pretrained(folder, config=config, **options)
-    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
-            raise _untied(folder, model, other, one)
+    for name, twin in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(twin):
+            raise _untied(folder, model, twin, name)
     # transformers removes an entry that no configuration has from the one that it has made the model with.
-    lacking = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
-    return (
-        _described(kind, _changed(model.config, changed), config),
-        pack_state(model.state_dict()),
-        (*sorted(lacking),),
-    )
+    fields = _described(kind, _changed(model.config, changed), config)
+    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    return fields, pack_state(model.state_dict()), tuple(sorted(lacking))
 
 
 @dataclass
@@ -229,7 +226,7 @@ class _Source:
 
     name: str  # Where a rule makes several parameters, it is the first one's.
     dtype: torch.dtype
-    rule: Any = None  # none for one saved tensor as it is
+    rule: Any = None  # A single saved tensor that stays as it is has none.
     tensors: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -246,26 +243,26 @@ class ConvertedWeights(PartialWeights):
         if getattr(model.config, "quantization_config", None) is not None:
             raise self._wrong("are quantized", "leave modelDir out, or give a folder with weights that are not")
         self.unknown: list[str] = []
-        wanted = model.state_dict()
-        self._sources = self._matched(wanted)
+        state = model.state_dict()
+        self._sources = self._matched(state)
         other_head = self._shapes_of_other_head()
         for name in list(self._sources):
-            shape = self._made(name, "meta").shape
-            if shape != wanted[name].shape and shape == other_head.get(name):
+            shape = self._parameter(name, "meta").shape
+            if shape != state[name].shape and shape == other_head.get(name):
                 del self._sources[name]
-            elif shape != wanted[name].shape:
+            elif shape != state[name].shape:
                 raise self._wrong(
                     f"do not fit: {name!r} has the shape {tuple(shape)}, and that of {kind} has "
-                    f"{tuple(wanted[name].shape)}",
+                    f"{tuple(state[name].shape)}",
                     "config.json and moduleParams must fit the weights, but for num_labels",
                 )
         if not self._sources:
             raise self._wrong(f"are not those of {kind}", "config.json and the weights must be those of one model")
         first: dict[int, str] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            other = first.setdefault(id(tensor), name) if name in self else name
-            if other != name and not torch.equal(self[other], self[name]):
-                raise _untied(saved.path, model, other, name)
+            twin = first.setdefault(id(tensor), name) if name in self else name
+            if twin != name and not torch.equal(self[twin], self[name]):
+                raise _untied(saved.path, model, twin, name)
 
     def _wrong(self, what: str, hint: str) -> ModuleError:
         return ModuleError(f"the weights in {self._saved.path} {what}", hint=hint, param="module")
@@ -279,7 +276,7 @@ class ConvertedWeights(PartialWeights):
         with torch.device("meta"):
             return {name: tensor.shape for name, tensor in type(self._model)(config).state_dict().items()}
 
-    def _matched(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
+    def _matched(self, state: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
         """Returns the source of each parameter that the folder has, as transformers matches them."""
         loading: Any = import_module("transformers.core_model_loading")
         rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(self._model)
@@ -287,37 +284,35 @@ class ConvertedWeights(PartialWeights):
         converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         prefix, sources = self._model.base_model_prefix, dict[str, _Source]()
-        for key in sorted(self._saved, key=loading.dot_natural_key):  # some rules depend on the order
-            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, wanted)
-            if name not in wanted and key in wanted:
-                name, pattern = loading.rename_source_key(key, [], [], prefix, wanted)
-            if name not in wanted:
+        for key in sorted(self._saved, key=loading.dot_natural_key):  # Some rules depend on the order.
+            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = loading.rename_source_key(key, [], [], prefix, state)
+            if name not in state:
                 self.unknown.append(name)
                 continue
-            source = sources.setdefault(name, _Source(name, wanted[name].dtype, by_pattern.get(pattern)))
+            source = sources.setdefault(name, _Source(name, state[name].dtype, by_pattern.get(pattern)))
             source.tensors.append((pattern or key, key))
         for source in [source for source in sources.values() if source.rule is not None]:
-            for name in self._converted(source, "meta"):  # one rule may make several
+            for name in self._converted(source, "meta"):  # One rule may make several.
                 sources.setdefault(name, source)
-        return {name: source for name, source in sources.items() if name in wanted}
+        return {name: source for name, source in sources.items() if name in state}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns a parameter, on the CPU."""
-        return self._made(name, "cpu")
+        return self._parameter(name, "cpu")
 
     def __contains__(self, name: object) -> bool:
         """Whether the folder has a parameter; reads nothing."""
         return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of the parameters."""
         return iter(self._sources)
 
     def __len__(self) -> int:
-        """Returns the number of parameters."""
         return len(self._sources)
 
-    def _made(self, name: str, device: str) -> torch.Tensor:
+    def _parameter(self, name: str, device: str) -> torch.Tensor:
         """Returns a parameter; on the "meta" device, its shape alone."""
         source = self._sources[name]
         if source.rule is None:
@@ -332,8 +327,8 @@ class ConvertedWeights(PartialWeights):
         what = f"the weights in {self._saved.path} lack tensors of {source.name!r}, or have some of other shapes"
         hint = "the folder must have all the files and tensors that save_pretrained wrote"
         with refusing(what, hint, param="module"):
-            made = rule.convert(source.name, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            converted = rule.convert(source.name, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     def _read(self, key: str, device: str, dtype: torch.dtype) -> torch.Tensor:
         return self._saved[key].to(device, dtype)
@@ -342,11 +337,14 @@ class ConvertedWeights(PartialWeights):
         """Logs what the model has and its folder has not, and the reverse, but for what transformers passes over."""
         differences = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(self.unknown))
         self._model._adjust_missing_and_unexpected_keys(differences)
-        if lacking := [name for name in built.lacking if name in differences.missing_keys]:
-            _log.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
-        if unknown := [name for name in self.unknown if name in differences.unexpected_keys]:
-            _log.warning("in the folder, and not in the model: %s", _listed(unknown))
+        lacking = [name for name in built.lacking if name in differences.missing_keys]
+        if lacking:
+            _LOG.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
+        unknown = [name for name in self.unknown if name in differences.unexpected_keys]
+        if unknown:
+            _LOG.warning("in the folder, and not in the model: %s", _listed(unknown))
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

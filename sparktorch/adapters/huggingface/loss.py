@@ -58,13 +58,13 @@ def _model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
     """
     plain = _unwrapped(module)
     _, inputs = arguments(batch, plain)
-    made, label = inputs.pop("labels", None), batch.label
+    labels, label = inputs.pop("labels", None), batch.label
     kind = getattr(plain, "loss_type", None)
-    if kind in _PER_ROW and (made is None) != (label is None):
-        loss: torch.Tensor = module(**inputs, labels=_row_labels(plain, made if label is None else label)).loss
+    if kind in _PER_ROW and (labels is None) != (label is None):
+        loss: torch.Tensor = module(**inputs, labels=_row_labels(plain, labels if label is None else label)).loss
         return loss
-    if kind in _PER_TOKEN and made is not None and label is None:
-        return _token_losses(module(**inputs).logits, made, ahead=_PER_TOKEN[kind])
+    if kind in _PER_TOKEN and labels is not None and label is None:
+        return _token_losses(module(**inputs).logits, labels, ahead=_PER_TOKEN[kind])
     what, hint = "no labels of tokens", "set labelCol='', and return 'labels' from preprocess"
     if kind in _PER_ROW:
         what, hint = f"{'no' if label is None else 'two'} labels", "set labelCol, or return 'labels'"
@@ -75,9 +75,9 @@ def _model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _unwrapped(module: Any) -> Any:
-    while (model := model_in(module)) is None:
+    while model_in(module) is None:
         module = module.module
-    return model
+    return model_in(module)
 
 
 def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:

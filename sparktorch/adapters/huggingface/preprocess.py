@@ -25,8 +25,8 @@ __all__ = ["FromFolder", "Pixels", "Tokens"]
 class FromFolder(LoadedPreprocess):
     """A `preprocess` of one column, that is sent as a path and read in the process that needs it."""
 
-    folder: str  # the same on each machine
-    auto: ClassVar[str]  # the class in transformers that reads it
+    folder: str  # The path is the same on each machine.
+    auto: ClassVar[str]  # This class of transformers reads the folder.
     libraries: ClassVar[tuple[str, ...]] = ("transformers",)
 
     def load(self) -> Any:
@@ -49,8 +49,8 @@ def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
 class Tokens(FromFolder):
     """Tokenizes a column of text, padded to its longest row."""
 
-    max_length: int  # tokens after which a row is cut off
-    arguments: tuple[str, ...] = ()  # names of what the model takes: others are left out; empty for all
+    max_length: int  # A row is cut off after so many tokens.
+    arguments: tuple[str, ...] = ()  # The model takes these; if empty, it gets all that the tokenizer returns.
     auto: ClassVar[str] = "AutoTokenizer"
 
     def load(self) -> Any:

@@ -28,14 +28,14 @@ class Configured:
 
 def configured(module: Any) -> Configured:
     """Calls `configure_optimizers`; what Lightning's Trainer cannot use raises its errors."""
-    read: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
+    lightning: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
     returned = module.configure_optimizers()
     if isinstance(returned, dict) and returned.get("lr_scheduler", ...) is None:
         returned = {name: value for name, value in returned.items() if name != "lr_scheduler"}
-    optimizers, returned_schedulers, monitor = read._configure_optimizers(returned)
-    schedulers = read._configure_schedulers_automatic_opt(returned_schedulers, monitor)
-    read._validate_optimizers_attached(optimizers, schedulers)
-    read._validate_scheduler_api(schedulers, module)
+    optimizers, returned_schedulers, monitor = lightning._configure_optimizers(returned)
+    schedulers = lightning._configure_schedulers_automatic_opt(returned_schedulers, monitor)
+    lightning._validate_optimizers_attached(optimizers, schedulers)
+    lightning._validate_scheduler_api(schedulers, module)
     what, hint = "", ""
     if len(optimizers) != 1:
         what = f"{len(optimizers)} optimizers, and a fit has one"
@@ -57,12 +57,12 @@ def configured(module: Any) -> Configured:
 class LightningSchedule(Schedule):
     """Steps the module's own schedulers, after each step or each epoch."""
 
-    def __init__(self, made: Configured, optimizer: Optimizer, trainer: TrainerView) -> None:
+    def __init__(self, configured: Configured, optimizer: Optimizer, trainer: TrainerView) -> None:
         """Takes the schedulers, the optimizer in use, which has the same groups, and what tells of the epoch."""
-        self._optimizer, self._schedulers, self._trainer = optimizer, made.schedulers, trainer
+        self._optimizer, self._schedulers, self._trainer = optimizer, configured.schedulers, trainer
         self._step, self._scheduler = 0, None
         without_step_warning(optimizer)
-        without_step_warning(made.optimizer)
+        without_step_warning(configured.optimizer)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:
@@ -72,11 +72,11 @@ class LightningSchedule(Schedule):
         take()
         trainer = self._trainer
         batches = self._step * trainer.accumulate_grad_batches
-        done = {"step": batches}
+        counts = {"step": batches}
         if batches == trainer.num_training_batches:
-            done["epoch"] = trainer.current_epoch + 1
+            counts["epoch"] = trainer.current_epoch + 1
         for config in self._schedulers:
-            count = done.get(config.interval)
+            count = counts.get(config.interval)
             if count and not config.reduce_on_plateau and count % config.frequency == 0:
                 config.scheduler.step()
 
@@ -86,7 +86,8 @@ class LightningSchedule(Schedule):
         for config in self._schedulers:
             if not config.reduce_on_plateau or record["epoch"] % config.frequency:
                 continue
-            if (value := self._trainer.callback_metrics.get(config.monitor or "")) is not None:
+            value = self._trainer.callback_metrics.get(config.monitor or "")
+            if value is not None:
                 config.scheduler.step(float(value))
             elif config.strict:
                 what = f"configure_optimizers monitors {config.monitor!r}, which is not logged"

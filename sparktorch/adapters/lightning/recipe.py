@@ -86,8 +86,9 @@ class LightningRecipe(Recipe):
             return
         states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
         trained, scored = ({(name, tensor.shape) for name, tensor in state.items()} for state in states)
-        if differs := sorted(trained ^ scored):
-            what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}"
+        if trained != scored:
+            name, _ = min(trained ^ scored)
+            what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {name}"
             hint = "make weights and buffers in every stage, or in __init__: the fitted model is set up to predict"
             raise ModuleError(what, hint=hint, param="module")
 
@@ -95,8 +96,8 @@ class LightningRecipe(Recipe):
         """Builds optimizer and schedulers."""
         where = f"configure_optimizers of {type(module).__qualname__}"
         with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
-            made: Configured = training_of(module).configured
-        trained = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
+            configured: Configured = training_of(module).configured
+        trained = {parameter for group in configured.optimizer.param_groups for parameter in group["params"]}
         if not trained <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")
 
@@ -105,5 +106,5 @@ class LightningRecipe(Recipe):
     ) -> tuple[Any, list[Any], dict[str, Any]]:
         """Returns the class of the module's optimizer, its own groups, and its options."""
         built = self.build_optimizer(module)
-        same = recipe_of(module, built)
-        return type(built), built.param_groups, {"lr": same.learning_rate, **same.optimizer_params}
+        recipe = recipe_of(module, built)
+        return type(built), built.param_groups, {"lr": recipe.learning_rate, **recipe.optimizer_params}

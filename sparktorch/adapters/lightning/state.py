@@ -26,7 +26,7 @@ _KNOWN = (
 )
 _PLAIN = (type(None), bool, int, float, str)
 _LISTS, _OTHERS = (list, deque), (dict, defaultdict, OrderedDict, set)
-_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, parts, hooks and the mode
+_OF_TORCH = frozenset(vars(nn.Module()))  # They hold parameters, buffers, parts, hooks and the mode.
 
 
 class TrainerView:
@@ -65,7 +65,7 @@ class TrainerView:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainerView:
-        return self  # a copy of the module belongs to the same training
+        return self  # A copy of the module belongs to the same training.
 
 
 class Saved:
@@ -102,9 +102,9 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     Parameters, buffers, parts, hooks and tensors that are changed in place are left as they are.
     """
     before = [(vars(module), {n: v for n, v in vars(module).items() if n not in _OF_TORCH}) for module in modules]
-    held: dict[int, tuple[Any, Any]] = {}
+    contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in before:
-        _hold(list(attributes.values()), held)
+        _add_contents(list(attributes.values()), contents)
     try:
         yield
     finally:
@@ -112,17 +112,17 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in now.keys() - attributes.keys() - _OF_TORCH:
                 del now[name]
             now |= attributes
-        for container, items in held.values():
+        for container, items in contents.values():
             container.clear()
             (container.extend if type(container) in _LISTS else container.update)(items)
 
 
-def _hold(values: Iterable[Any], held: dict[int, tuple[Any, Any]]) -> None:
+def _add_contents(values: Iterable[Any], contents: dict[int, tuple[Any, Any]]) -> None:
     """Adds the lists, dicts and sets among values, and in each other, with copies of them."""
     for value in values:
-        if type(value) in (*_LISTS, *_OTHERS) and id(value) not in held:
-            held[id(value)] = value, copy.copy(value)
-            _hold(value.values() if isinstance(value, dict) else value, held)
+        if type(value) in (*_LISTS, *_OTHERS) and id(value) not in contents:
+            contents[id(value)] = value, copy.copy(value)
+            _add_contents(value.values() if isinstance(value, dict) else value, contents)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ModuleMetrics:
     def compute(self, path: str) -> float:
         """Returns a metric's value over the rows of all ranks; a collective."""
         metric = self._by_path[path]
-        with quiet():  # a rank without rows has not called update
+        with quiet():  # A rank without rows has not called update.
             value = metric.compute()
         with refusing(f"metric {path!r} does not give one number", "log its values one by one"):
             return float(value)
@@ -175,30 +175,27 @@ class ModuleMetrics:
     @contextmanager
     def restored(self, restores: bool) -> Iterator[None]:
         """Context after which the metrics are as before, if it `restores` them."""
-        before = self.held() if restores else {}
+        before = self.states() if restores else {}
         yield
         # As in the other ranks, a value that is computed stays so, and one that an update has removed is gone.
         self.put_back({path: (*state[:2], self._by_path[path]._computed) for path, state in before.items()})
 
     def set_aside(self, paths: Iterable[str]) -> dict[str, Any]:
         """Resets metrics; returns what `put_back` takes."""
-        held = self.held()
-        aside = {path: held[path] for path in paths}
+        states = self.states()
+        aside = {path: states[path] for path in paths}
         self.reset(aside)
         return aside
 
-    def held(self) -> dict[str, Any]:
+    def states(self) -> dict[str, Any]:
         """Returns copies of the metrics' states by path, how many updates made them, and what was computed of them."""
         return {path: (m._copy_state_dict(), m._update_count, m._computed) for path, m in self._by_path.items()}
 
-    def put_back(self, held: Mapping[str, Any]) -> None:
+    def put_back(self, states: Mapping[str, Any]) -> None:
         """Restores such states."""
-        for path, (values, updates, computed) in held.items():
+        for path, (values, updates, computed) in states.items():
             metric = self._by_path[path]
             for name, value in values.items():
-                setattr(metric, name, _on(metric.device, value))
+                is_list = isinstance(value, list)
+                setattr(metric, name, [v.to(metric.device) for v in value] if is_list else value.to(metric.device))
             metric._update_count, metric._computed = updates, computed
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)

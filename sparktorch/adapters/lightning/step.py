@@ -21,28 +21,24 @@ from sparktorch.train.recipe.module_hooks import Within
 __all__ = ["Call", "LightningStep", "Logs", "arguments_of", "called", "check_logged", "loss_of", "number_of"]
 
 Call = Callable[[Callable[[], Any]], Any]
-Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
+Pair = tuple[Any, Any]  # It is a value, for a mean times its weight, and the weight.
 
-_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # the record's own; a value of one step does not replace them
+# The record of an epoch has these itself, and no value of one step replaces them.
+_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}
 _RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
 
 
-def _larger(one: Any, other: Any) -> torch.Tensor:
+def _larger(first: Any, second: Any) -> torch.Tensor:
     """Returns the larger of two numbers. Unlike Python's `max`, it does not wait for the device."""
-    return torch.as_tensor(one).maximum(torch.as_tensor(other))
+    return torch.as_tensor(first).maximum(torch.as_tensor(second))
 
 
-def _smaller(one: Any, other: Any) -> torch.Tensor:
+def _smaller(first: Any, second: Any) -> torch.Tensor:
     """Returns the smaller of two numbers. Unlike Python's `min`, it does not wait for the device."""
-    return torch.as_tensor(one).minimum(torch.as_tensor(other))
+    return torch.as_tensor(first).minimum(torch.as_tensor(second))
 
 
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "mean": add,
-    "sum": add,
-    "max": _larger,
-    "min": _smaller,
-}
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"mean": add, "sum": add, "max": _larger, "min": _smaller}
 
 
 def check_logged(name: str, reduce_fx: Any, where: str) -> str:
@@ -60,8 +56,10 @@ def check_logged(name: str, reduce_fx: Any, where: str) -> str:
 
 def number_of(value: Any, where: str) -> torch.Tensor:
     """Returns a logged value as a tensor of one element."""
-    if isinstance(value, torch.Tensor | int | float) and (number := torch.as_tensor(value)).numel() == 1:
-        return number
+    if isinstance(value, torch.Tensor | int | float):
+        number = torch.as_tensor(value)
+        if number.numel() == 1:
+            return number
     shape = f" of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
     hint = "log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute"
     raise ModuleError(f"{where}: the value is a {type(value).__name__}{shape}", hint=hint)
@@ -71,21 +69,21 @@ def number_of(value: Any, where: str) -> torch.Tensor:
 class _Logged:
     """The values of one name, reduced for the last step that has one, and for the epoch."""
 
-    reduce: str  # a key of `_REDUCTIONS`
+    reduce: str  # It is a key of `_REDUCTIONS`.
     on_step: bool
     on_epoch: bool
     step: int
-    metric: str = ""  # path of the torchmetrics metric that has the epoch's value
+    metric: str = ""  # The torchmetrics metric at this path has the epoch's value.
     last: Pair | None = None
     epoch: Pair | None = None
 
     def merge(self, other: _Logged) -> None:
         """Adds the values that another rank has logged under this name, or this rank later."""
-        self.epoch = self._both(self.epoch, other.epoch)
+        self.epoch = self._reduced(self.epoch, other.epoch)
         if other.step > self.step:
             self.step, self.last = other.step, other.last
         elif other.step == self.step:
-            self.last = self._both(self.last, other.last)
+            self.last = self._reduced(self.last, other.last)
 
     def value(self, pair: Pair) -> float:
         """Returns the reduced value."""
@@ -96,10 +94,10 @@ class _Logged:
         last, epoch = (None if pair is None else (float(pair[0]), float(pair[1])) for pair in (self.last, self.epoch))
         return asdict(replace(self, last=last, epoch=epoch))
 
-    def _both(self, one: Pair | None, other: Pair | None) -> Pair | None:
-        if one is None or other is None:
-            return other if one is None else one
-        return _REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
+    def _reduced(self, first: Pair | None, second: Pair | None) -> Pair | None:
+        if first is None or second is None:
+            return second if first is None else first
+        return _REDUCTIONS[self.reduce](first[0], second[0]), first[1] + second[1]
 
 
 class Logs(Means):
@@ -137,12 +135,12 @@ class Logs(Means):
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the values over all ranks; a collective, called by every rank."""
-        whole = Logs(self._computed)
+        of_all_ranks = Logs(self._computed)
         for state in self._of_ranks(world):  # In rank order, so that all ranks see the same names in the same order.
-            whole.load_state_dict(state)
-        self.metrics = whole.logged_metrics
+            of_all_ranks.load_state_dict(state)
+        self.metrics = of_all_ranks.logged_metrics
         values: dict[str, float] = {}
-        for name, logged in whole._logged.items():
+        for name, logged in of_all_ranks._logged.items():
             both = logged.on_step and logged.on_epoch
             if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
                 values[f"{name}_step" if both else name] = logged.value(logged.last)
@@ -190,8 +188,8 @@ class LightningStep(TrainingStep):
 
 def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
     """Returns the batch that the module's steps get: the inputs, and the label if there is one."""
-    whole = batch.complete()
-    return whole.inputs if whole.label is None else (*whole.inputs, whole.label)
+    batch = batch.complete()
+    return batch.inputs if batch.label is None else (*batch.inputs, batch.label)
 
 
 def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: int) -> Any:

@@ -28,7 +28,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.metrics import quiet
-from sparktorch.train.recipe.module_hooks import ModuleHooks, Within
+from sparktorch.train.recipe.module_hooks import ModuleHooks, Within, call_plainly
 
 __all__ = ["LightningTraining", "training_of"]
 
@@ -53,33 +53,34 @@ class LightningTraining(ModuleHooks):
         for part in self._parts:
             vars(part).update(_trainer=trainer, log=self.log, optimizers=self._optimizers)
         self._metrics = ModuleMetrics(module)
-        self._aside: dict[str, Any] = {}  # states of metrics of the training, in a validation
+        self._aside: dict[str, Any] = {}  # In a validation, it has the states of the training's metrics.
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
-        self._muted = False  # whether logged values are dropped
+        self._muted = False  # Whether logged values are dropped.
         self._within_step = False
         self._rows = 1  # The rows of the batch whose values are logged.
         self._step_rows = 0  # The rows of the step so far.
         self._rehearsing = False
         self._batch_index = self._validation_index = 0
-        self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
+        # The output, batch and number of the last batch, which `on_train_batch_end` gets.
+        self._last: tuple[dict[str, Any], Batch, int] | None = None
         self._began = False
         self._evaluating: list[nn.Module] = []
         self._saved = Saved(module, trainer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LightningTraining:
-        return self  # a copy of the module belongs to the same training
+        return self  # A copy of the module belongs to the same training.
 
     @property
-    def asked(self) -> bool:  # type: ignore[override]
+    def stop_requested(self) -> bool:  # type: ignore[override]
         """Whether `self.trainer.should_stop` is set."""
         return self.trainer.should_stop
 
     @cached_property
     def configured(self) -> Configured:
         """The module's optimizer and schedulers."""
-        made = configured(self._module)
-        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [made.optimizer], list(made.schedulers)
-        return made
+        returned = configured(self._module)
+        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [returned.optimizer], list(returned.schedulers)
+        return returned
 
     def training_step(self, within: Within) -> TrainingStep:
         """Returns the step that calls the module's `training_step`, and its `validation_step`."""
@@ -87,9 +88,9 @@ class LightningTraining(ModuleHooks):
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LightningSchedule:
         """Returns the schedule of the module's schedulers."""
-        made = self.configured
+        from_module = self.configured  # When it is made, it sets the trainer's optimizers, too.
         self.trainer.optimizers = [optimizer]
-        return LightningSchedule(made, optimizer, self.trainer)
+        return LightningSchedule(from_module, optimizer, self.trainer)
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Returns the optimizer: `self.optimizers()` of the module."""
@@ -125,7 +126,7 @@ class LightningTraining(ModuleHooks):
             raise ModuleError(f"{where} with on_step=False and on_epoch=False logs nothing", hint="set one of them")
         path, number = self._metrics.path_of(value), None
         if path:
-            value = getattr(value, "_forward_cache", None)  # there is none after `update`
+            value = getattr(value, "_forward_cache", None)  # There is none after `update`.
         if not path or value is not None:
             number = number_of(value, where).detach().reshape(()).to(self._world.device)
         if self._muted or (rank_zero_only and not self._world.is_main):
@@ -164,7 +165,8 @@ class LightningTraining(ModuleHooks):
                 what = f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only"
                 hint = "set self.trainer.should_stop = True, which ends the training after the epoch"
                 raise ModuleError(what, hint=hint, param="module")
-            loss = loss_of(output := call(step), self.name)
+            output = call(step)
+            loss = loss_of(output, self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
         self._last = {"loss": loss.detach(), **more}, batch, index
@@ -183,7 +185,7 @@ class LightningTraining(ModuleHooks):
         if isinstance(output, Mapping):
             output = output.get("loss")
         elif isinstance(output, torch.Tensor) and output.dim():
-            return None  # outputs for a hook
+            return None  # The module has returned outputs for a hook.
         return output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
     def begin_fit(self, epoch: int, step: int) -> None:
@@ -192,7 +194,7 @@ class LightningTraining(ModuleHooks):
         device = torch.device(self._world.device)
         self._metrics.to(device)
         for part in parts(self._module):
-            vars(part)["_device"] = device  # strategies that shard a module do not move it as a whole
+            vars(part)["_device"] = device  # Strategies that shard a module do not move it as a whole.
         self._logs = self._early
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             self._hook(hook)
@@ -280,7 +282,7 @@ class LightningTraining(ModuleHooks):
         """Validates on the first row, if the training will validate; the metric to stop early by must be logged."""
         if not self._validates:
             return
-        step = self.training_step(lambda _, function: function())
+        step = self.training_step(call_plainly)
         what, hint = f"validation_step of {self.name} failed", "it gets (*inputs, label), as training_step does"
         with refusing(f"{what} on the first row", hint, param="module"), torch.no_grad():
             logs = self.new_logs("val_")
@@ -289,7 +291,8 @@ class LightningTraining(ModuleHooks):
             self.end_validation_rows()
             metrics = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
             self.end_validation(metrics)
-        if (name := self._needs_metric) is not None and name not in metrics:
+        name = self._needs_metric
+        if name is not None and name not in metrics:
             what = f"earlyStoppingMetric is {name!r}, which {self.name} does not log"
             hint = f"log it in validation_step; {nearest(name, metrics)}"
             raise ModuleError(what, hint=hint, param="earlyStoppingMetric")
@@ -299,7 +302,7 @@ class LightningTraining(ModuleHooks):
         return {
             **self._saved.state_dict(),
             "batch_index": self._batch_index,
-            "metrics": {path: state[:2] for path, state in self._metrics.held().items()},
+            "metrics": {path: state[:2] for path, state in self._metrics.states().items()},
             "values": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
         }
 
@@ -308,7 +311,7 @@ class LightningTraining(ModuleHooks):
         self._batch_index = state["batch_index"]
         self._publish(state["values"])
         if same_ranks:
-            self._metrics.put_back({path: (*held, None) for path, held in state["metrics"].items()})
+            self._metrics.put_back({path: (*of_metric, None) for path, of_metric in state["metrics"].items()})
         self._saved.load_state_dict(state)
 
     def _hook(self, name: str, *arguments: Any, rows: int | None = None) -> None:
@@ -317,7 +320,7 @@ class LightningTraining(ModuleHooks):
         self._rows, self._within_step, self._muted = 1 if rows is None else rows, rows is not None, rows == 0
         try:
             if not self._rehearsing:
-                with quiet() if rows is None else nullcontext():  # a rank without rows computes metrics too
+                with quiet() if rows is None else nullcontext():  # A rank without rows computes metrics, too.
                     getattr(self._module, name)(*arguments)
         finally:
             self._within_step, self._muted = before

@@ -72,7 +72,7 @@ def read_petastorm(
     )
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
-        pillow()  # fails early, if driver and executors have the same packages
+        pillow()  # It fails here, and not in a task, if driver and executors have the same packages.
     data = _read(spark, path, fields, stored)
     if where is not None:
         data = data.where(where)
@@ -122,12 +122,7 @@ def _fetch(batches: Iterator[pa.RecordBatch], *, file: str) -> Iterator[pa.Recor
         yield pa.RecordBatch.from_pydict({"content": pa.array([content], pa.binary())})
 
 
-def _read(
-    spark: SparkSession,
-    path: str,
-    fields: Sequence[UnischemaField],
-    stored: frozenset[str],
-) -> DataFrame:
+def _read(spark: SparkSession, path: str, fields: Sequence[UnischemaField], stored: frozenset[str]) -> DataFrame:
     """Reads the Parquet files; partition columns of dtype str are read as strings."""
     data = spark.read.parquet(path)
     # Spark infers the types of partition columns, and reads "007" as a number.
@@ -145,7 +140,7 @@ def _read(
 def _scalar(data: DataFrame, field: UnischemaField) -> Column:
     column = quoted(field.name)
     if field.codec != "plain" or field.shape or field.dtype not in ARROW_TYPES or field.dtype == "bytes":
-        return column  # the type that it has in the files
+        return column  # It has the type that the files have.
     return column.cast(from_arrow_type(ARROW_TYPES[field.dtype])).alias(field.name)
 
 

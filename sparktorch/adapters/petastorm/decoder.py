@@ -114,8 +114,7 @@ class Decoder:
         fields = {field.name: field for field in self.encoded}
         columns: dict[str, pa.Array] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            field = fields.get(name)
-            columns.update({name: column} if field is None else self._column(column, field, first_row))
+            columns |= self._column(column, fields[name], first_row) if name in fields else {name: column}
         return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
     def _column(self, column: pa.Array, field: UnischemaField, first_row: int) -> dict[str, pa.Array]:
@@ -153,7 +152,7 @@ def _decoded(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[p
     `ColumnError` names the row of a value that is broken, or not what the field says; `first_row` is that of the first.
     """
     if field.codec == "image":
-        pillow()  # says if it is missing
+        pillow()  # It says whether Pillow is missing.
     kind, files = ARROW_TYPES[field.dtype], column.drop_null().cast(pa.large_binary())
     if not len(files):
         return pa.array([], kind), np.empty((0, len(field.shape)), np.int64)
@@ -166,7 +165,7 @@ def _decoded(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[p
         rows = [_row(file, field, number) for number, file in zip(numbers, files.to_pylist(), strict=True)]
         values = np.concatenate([row.reshape(-1) for row in rows])
         shapes = np.array([row.shape for row in rows], np.int64).reshape(len(rows), len(field.shape))
-    if values.dtype.kind == "u":  # Arrow refuses what int64 does not hold
+    if values.dtype.kind == "u":  # Arrow refuses what int64 does not hold.
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
     elif values.dtype.kind not in _NUMPY_NAMES:
         values = values.astype(kind.to_pandas_dtype(), copy=False)
@@ -185,10 +184,10 @@ def _row(blob: bytes, field: UnischemaField, number: np.int64) -> Array:
     try:
         value = _DECODE[field.codec](blob, field)
         name = _NUMPY_NAMES.get(value.dtype.kind, value.dtype.name)
-        lengths = [size if wanted is None else wanted for size, wanted in zip(value.shape, field.shape, strict=False)]
-        if name != field.dtype or value.ndim != len(field.shape) or list(value.shape) != lengths:
+        fits = [size in (None, length) for length, size in zip(value.shape, field.shape, strict=False)]
+        if name != field.dtype or value.ndim != len(field.shape) or not all(fits):
             raise ValueError(f"it is {name} of shape {value.shape}")
-    except Exception as error:  # NumPy, zipfile, zlib and Pillow raise many types for corrupt data
+    except Exception as error:  # NumPy, zipfile, zlib and Pillow raise many types for corrupt data.
         raise ColumnError(
             f"{field.describe()} has a row that cannot be decoded: {type(error).__name__}: {error}",
             column=field.name,
@@ -213,7 +212,7 @@ def _alike(files: pa.LargeBinaryArray, first: Array) -> Array | None:
 def _npy(blob: bytes, field: UnischemaField) -> Array:
     size = 10 + int.from_bytes(blob[8:10], "little")  # Petastorm writes headers of version 1.
     shape, fortran, dtype = _header(blob[:size])
-    if not dtype.itemsize:  # empty strings
+    if not dtype.itemsize:  # All strings are empty.
         return np.zeros(shape, dtype)
     return np.frombuffer(blob, dtype, offset=size).reshape(shape, order="F" if fortran else "C")
 

@@ -56,6 +56,7 @@ _ADMITTED = {*_DTYPES, *_CODECS, *_SPARK_TYPES, _UNISCHEMA, _FIELD, _NUMPY_DTYPE
 _ADMITTED |= {"builtins.tuple"}
 _PYTHON_2 = {"copy_reg": "copyreg", "__builtin__": "builtins"}
 _OLD_NAME = re.compile(r"av\.(?:experimental\.deepdrive|ml)\.dataset_toolkit\.")
+# Petastorm writes images in these formats only.
 _FORMATS = {"png": "PNG", "jpg": "JPEG", "jpeg": "JPEG"}
 
 
@@ -91,7 +92,7 @@ def read_unischema(pickled: bytes) -> tuple[UnischemaField, ...]:
         return _fields(root)
     except SparkTorchError:
         raise
-    except Exception as error:  # a hand-made pickle can fail in any way
+    except Exception as error:  # A hand-made pickle can fail in any way.
         raise DatasetError(
             f"the pickled schema cannot be read: {type(error).__name__}: {error}",
             hint="is the data set written by Petastorm, and its _common_metadata whole?",
@@ -123,7 +124,8 @@ class _Unpickler(pickle.Unpickler):
         if path == "collections.OrderedDict":
             return dict
         if path in _ADMITTED:
-            return type(name, (_Record,), {"path": path})  # a new class each time: none to tamper with
+            # The class is new each time, so that no pickle can change what another one gets.
+            return type(name, (_Record,), {"path": path})
         raise DatasetError(
             f"the pickled schema asks for {path!r}, which is no part of a schema: refused, nothing was run",
             hint="custom codecs cannot be read; if it is none of yours, do not trust the data set",
@@ -138,14 +140,14 @@ def _fields(root: Any) -> tuple[UnischemaField, ...]:
 def _field(record: Any) -> UnischemaField:
     _, args, _ = _opened(record, {_FIELD})
     name, dtype, shape, codec = (*args, None)[:4]
-    codec_path, _, state = _opened(codec, _CODECS) if codec is not None else ("", (), None)
+    codec_path, _, state = _opened(codec, _CODECS) if codec is not None else ("", (), {})
     kind: Codec = _CODECS[codec_path] if codec_path else "plain"
     return UnischemaField(
         name=name,
         dtype=_dtype(dtype, name),
         shape=shape,
         codec=kind,
-        image_format=_image_format(state) if kind == "image" else "",
+        image_format=_FORMATS[state["_image_codec"].lstrip(".").lower()] if kind == "image" else "",
     )
 
 
@@ -166,15 +168,8 @@ def _opened(record: Any, admitted: Container[str]) -> tuple[str, tuple[Any, ...]
 def _dtype(value: Any, field: str) -> str:
     if isinstance(value, type) and issubclass(value, _Record) and value.path in _DTYPES:
         return _DTYPES[value.path]
-    if isinstance(value, _Record) and value.path == _NUMPY_DTYPE and _is_code(value.args[0]):
-        return _DTYPES[f"numpy.{np.dtype(value.args[0]).type.__name__}"]
+    if isinstance(value, _Record) and value.path == _NUMPY_DTYPE:
+        code = value.args[0]
+        if isinstance(code, str) and re.fullmatch(r"[a-zA-Z]\d*", code):  # It is that of a simple dtype, such as `f4`.
+            return _DTYPES[f"numpy.{np.dtype(code).type.__name__}"]
     raise ValueError(f"the type of field {field!r} is none of NumPy's that Petastorm stores")
-
-
-def _is_code(text: Any) -> bool:
-    """Whether a value is the NumPy code of a simple dtype, such as `f4`."""
-    return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None
-
-
-def _image_format(state: Any) -> str:
-    return _FORMATS[state["_image_codec"].lstrip(".").lower()]  # Petastorm has no others

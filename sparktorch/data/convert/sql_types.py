@@ -44,30 +44,30 @@ def empty_value(kind: pa.DataType) -> Any:
 
 def arrow_type(sql: str) -> pa.DataType:
     """Returns the Arrow type of a Spark SQL type; a `ValueError` says that `preprocess` does not support it."""
-    rest = _TOKEN.findall(sql)[::-1]
+    tokens = _TOKEN.findall(sql)[::-1]
     try:
-        kind = _taken(rest)
+        kind = _parsed(tokens)
     except (KeyError, IndexError):  # A word is unknown, or the text ends early.
         kind = None
-    if kind is None or rest:
+    if kind is None or tokens:
         raise ValueError(f"{sql!r} is no type of a column that a callable can take")
     return kind
 
 
-def _taken(rest: list[str]) -> pa.DataType:
+def _parsed(tokens: list[str]) -> pa.DataType:
     """Takes the tokens of a type from the end of a list, and returns the type."""
-    word = rest.pop()
+    word = tokens.pop()
     if word not in ("array", "struct"):
         return _PLAIN[word]
     fields = []
-    rest.pop()  # It is "<".
-    while rest[-1] != ">":
+    tokens.pop()  # It is "<".
+    while tokens[-1] != ">":
         name = ""
         if word == "struct":
-            name = rest.pop()
-            rest.pop()  # It is ":".
-        fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, _taken(rest)))
-        if rest[-1] == ",":
-            rest.pop()
-    rest.pop()
+            name = tokens.pop()
+            tokens.pop()  # It is ":".
+        fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, _parsed(tokens)))
+        if tokens[-1] == ",":
+            tokens.pop()
+    tokens.pop()
     return pa.list_(fields[0][1]) if word == "array" else pa.struct(fields)

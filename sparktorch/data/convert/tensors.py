@@ -22,12 +22,12 @@ __all__ = [
     "VectorRows",
     "as_lists",
     "byte_rows",
-    "held",
     "packed",
     "ragged",
     "to_arrow",
     "to_numpy",
     "vector_rows",
+    "within_limits",
 ]
 
 Array = npt.NDArray[Any]
@@ -62,28 +62,28 @@ def _filled(values: Array, spec: TensorSpec) -> Array:
     return np.where(np.isnan(values), np.array(spec.fill, values.dtype), values)
 
 
-def held(array: pa.Array, dtype: npt.DTypeLike) -> pa.Array:
+def within_limits(array: pa.Array, dtype: npt.DTypeLike) -> pa.Array:
     """Returns a column whose numbers are null where an integer dtype cannot hold them, like Spark's `try_cast`."""
-    return _held(array, np.iinfo(dtype)) if np.dtype(dtype).kind == "i" else array
+    return _within_limits(array, np.iinfo(dtype)) if np.dtype(dtype).kind == "i" else array
 
 
-def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
+def _within_limits(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
     kind = array.type
     if pa.types.is_struct(kind) and kind.get_field_index("values") >= 0:  # It is a column of ML vectors.
         names = [field.name for field in kind]
         parts = dict(zip(names, array.flatten(), strict=True))
-        parts["values"] = _held(parts["values"], limits)
+        parts["values"] = _within_limits(parts["values"], limits)
         return pa.StructArray.from_arrays(
             list(parts.values()), names=names, mask=array.is_null() if array.null_count else None
         )
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        whole = pa.concat_arrays([array]) if array.offset else array
-        inner = whole.values
-        values = _held(inner, limits)
+        unsliced = pa.concat_arrays([array]) if array.offset else array
+        inner = unsliced.values
+        values = _within_limits(inner, limits)
         if values is inner:
             return array
-        mask = whole.is_null() if whole.null_count else None
-        return type(whole).from_arrays(whole.offsets, values, mask=mask)
+        mask = unsliced.is_null() if unsliced.null_count else None
+        return type(unsliced).from_arrays(unsliced.offsets, values, mask=mask)
     if pa.types.is_boolean(kind) or (pa.types.is_integer(kind) and np.can_cast(kind.to_pandas_dtype(), limits.dtype)):
         return array
     if pa.types.is_decimal(kind):
@@ -233,7 +233,7 @@ def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray | pa.L
     """Packs scalar columns of equal length into one column of lists, as the encoding does in Spark."""
     rows, width = len(columns[0]), len(columns)
     kind = pa.from_numpy_dtype(spec.dtype)
-    values = pa.concat_arrays([held(column, spec.dtype).cast(kind, safe=False) for column in columns])
+    values = pa.concat_arrays([within_limits(column, spec.dtype).cast(kind, safe=False) for column in columns])
     by_row = np.arange(rows * width).reshape(width, rows).T.reshape(-1)
     return as_lists(values.take(by_row), np.arange(rows + 1) * width)
 

@@ -22,12 +22,12 @@ T = TypeVar("T")
 _COPIED_AHEAD = 2  # One batch is copied while another one waits.
 
 
-def _nothing(_: object) -> int:
+def _no_size(_: object) -> int:
     """Returns the size of an item where any number of them may wait."""
     return 0
 
 
-def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _nothing, most: int = 0) -> Generator[T]:
+def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _no_size, most: int = 0) -> Generator[T]:
     """Yields the items of a generator that runs in a thread, at most `depth` items ahead.
 
     The thread starts when the first item is requested, and closes `items`. It has ended when this generator ends:

@@ -112,8 +112,8 @@ def _read(
             ordered = ORDER in rows.schema.names
             row_keys.append_to_groups(rows.column(GROUP).to_numpy(), rows.column(ORDER).to_numpy() if ordered else keys)
             if ordered and screen.unfit is not None:
-                left = batch.select([GROUP, ORDER]).filter(pa.array(screen.unfit)).drop_null()
-                row_keys.append_dropped(left.column(GROUP).to_numpy(), left.column(ORDER).to_numpy())
+                dropped = batch.select([GROUP, ORDER]).filter(pa.array(screen.unfit)).drop_null()
+                row_keys.append_dropped(dropped.column(GROUP).to_numpy(), dropped.column(ORDER).to_numpy())
         if folds is not None:
             folds.append(rows, keys, held_out)
         row += batch.num_rows

@@ -127,7 +127,7 @@ class Rows:
             None if tensor is None else tensor.to(self.device)
             for tensor in (self._label, self._weight, self._loss_weight)
         )
-        self._here = label, weight, weight if self._loss_weight is self._weight else loss_weight
+        self._on_device = label, weight, weight if self._loss_weight is self._weight else loss_weight
 
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
         """Returns the batch of the rows `index`, int64 on the CPU; row `last` fills it up to `min_rows`."""
@@ -137,14 +137,14 @@ class Rows:
             index = index[self._sorted_by.lengths(index).argsort(stable=True)]
         if rows < min_rows:
             index = torch.cat([index, index.new_full((min_rows - rows,), self.last)])
-        here = upload(index, self.device)
-        labels, weights, loss_weights = self._here
-        label = None if labels is None else labels.index_select(0, here)
-        weight = None if weights is None else weights.index_select(0, here)
+        device_index = upload(index, self.device)
+        labels, weights, loss_weights = self._on_device
+        label = None if labels is None else labels.index_select(0, device_index)
+        weight = None if weights is None else weights.index_select(0, device_index)
         loss_weight = weight
         if loss_weights is not None and loss_weights is not weights:
-            loss_weight = loss_weights.index_select(0, here)
-        inputs, lengths, names = self._arguments(index, here, context)
+            loss_weight = loss_weights.index_select(0, device_index)
+        inputs, lengths, names = self._arguments(index, device_index, context)
         tokens = None if self._preprocess is None else count_tokens(dict(zip(names, inputs, strict=True)))
         batch = Batch(inputs, label, weight, len(index), loss_weight, lengths, names, tokens, self._pads)
         return batch.filled_from(rows) if rows < min_rows else batch
@@ -154,14 +154,14 @@ class Rows:
         return self._arguments(index, upload(index, self.device), EVALUATION)[0]
 
     def _arguments(
-        self, index: torch.Tensor, here: torch.Tensor, context: StepContext
+        self, index: torch.Tensor, device_index: torch.Tensor, context: StepContext
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor], tuple[str, ...]]:
         """Returns the arguments of `forward` for the rows in `index`, `Batch.lengths` and `Batch.names`."""
         if self._preprocess is not None:
-            taken = [column.take(index, here) for column in self._inputs]
-            tensors = self._preprocess(taken, len(index), context)
+            columns = [column.take(index, device_index) for column in self._inputs]
+            tensors = self._preprocess(columns, len(index), context)
             return tuple(tensors.values()), {}, tuple(tensors)
-        arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
+        arguments = tuple(argument for column in self._inputs for argument in column.take(index, device_index))
         return arguments, {position: column.lengths(index) for position, column in self._uneven.items()}, self._names
 
     def weigh_classes(self, weights: Sequence[float] | None) -> None:

@@ -52,7 +52,7 @@ class ArrowColumn(Field):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
         self._node_of(column.type).append(column)
 
-    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
+    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.
 
         It has one of Arrow's large types, with 64-bit offsets, where 32-bit offsets do not suffice.
@@ -136,15 +136,15 @@ class _Elements(_Node):
         if _is_list(self.type):
             lengths, elements = column.value_lengths().fill_null(0).to_numpy().astype(np.int64), column.flatten()
         else:
-            whole = column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column
-            offsets, elements = byte_rows(whole)
+            filled = column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column
+            offsets, elements = byte_rows(filled)
             lengths = np.diff(offsets)
         self._offsets.append(lengths)
         self._inner.append(elements)
 
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        borders, held = (self._offsets.finish(), None) if runs is None else self._offsets.read(runs)
-        elements: Any = self._inner.finish() if held is None else self._inner.read(held)
+        borders, runs_of_elements = (self._offsets.finish(), None) if runs is None else self._offsets.read(runs)
+        elements: Any = self._inner.finish() if runs_of_elements is None else self._inner.read(runs_of_elements)
         buffers = [_bitmap(valid), pa.py_buffer(borders)]
         if _is_list(self.type):
             kind = pa.large_list(elements.type)

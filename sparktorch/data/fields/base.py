@@ -108,13 +108,13 @@ class ElementSpool:
 
     def expect(self, runs: Runs) -> None:
         """Has the system read the elements of the rows in `runs`, without waiting for them; reads their offsets."""
-        _, held = self._offsets.read(runs)
-        self._values.expect(held)
+        _, runs_of_values = self._offsets.read(runs)
+        self._values.expect(runs_of_values)
 
     def read(self, runs: Runs) -> Elements:
         """Returns the rows in `runs`, copied into memory; can be called repeatedly, but not after `finish`."""
-        borders, held = self._offsets.read(runs)
-        return Elements.of(self._values.read(held), borders)
+        borders, runs_of_values = self._offsets.read(runs)
+        return Elements.of(self._values.read(runs_of_values), borders)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Field(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
+    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns rows as `forward` or `preprocess` gets them, without synchronising host and device.
 
         `index` has row numbers, int64 on the CPU, and `here` is its copy on the device of the rows, if there is one.
@@ -261,9 +261,9 @@ class Dense(Field):
             digests.add(self._spec.name, values)
         self._spool.append(values if self._check is None else self._check(values))
 
-    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`."""
-        return (self.values.index_select(0, upload(index, self._device) if here is None else here),)
+        return (self.values.index_select(0, upload(index, self._device) if device_index is None else device_index),)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Returns the rows from `start` to `stop`, as a view."""
@@ -307,15 +307,15 @@ class Vectors(Field):
         """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
         return self.values.lengths[index]
 
-    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`, or a `torch.sparse_csr` one of shape `(rows, width)`."""
         width, shape = self._spec.width, (len(index), *self._spec.shape)
         every, sparse = self.values.values, self.indices.values
         # If every row holds all its values, these are a matrix.
-        whole = len(every) == len(self.values.lengths) * width
-        if not len(sparse) and self._spec.layout == "dense" and whole:
-            here = upload(index, self._device) if here is None else here
-            return (every.view(-1, width).index_select(0, here).view(shape),)
+        all_present = len(every) == len(self.values.lengths) * width
+        if not len(sparse) and self._spec.layout == "dense" and all_present:
+            device_index = upload(index, self._device) if device_index is None else device_index
+            return (every.view(-1, width).index_select(0, device_index).view(shape),)
         where, row, position, lengths = self.values.locate(index)
         values = every[where]
         if len(sparse) == len(every):  # All rows are sparse.
@@ -349,7 +349,7 @@ class Ragged(Field):
         """Checks and stores the rows of a batch; see `Field.append`."""
         self._elements.append(*ragged(column, self._spec, first_row=first_row))
 
-    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask if they are padded.
 
         Padded: the elements, of shape `(rows, longest, *spec.shape)`, and the mask, bool of shape `(rows, longest)`,

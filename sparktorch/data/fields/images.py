@@ -67,7 +67,7 @@ class Images(Field):
         self._bytes.append(data, lengths)
         self._sizes.append(sizes)
 
-    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
 
         Images are decoded on the CPU and copied to the device as uint8.

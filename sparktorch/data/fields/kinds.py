@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
-from sparktorch.data.convert.tensors import as_lists, held, to_arrow
+from sparktorch.data.convert.tensors import as_lists, to_arrow, within_limits
 from sparktorch.data.convert.values import TIMES_HINT, fits_times, has_structs, has_times, values_as
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
@@ -134,19 +134,19 @@ class _Numbers(ColumnKind, kind="number"):
                 column=spec.column,
                 code="ST-COLUMN-TYPE",
             )
-        return held(column, spec.dtype)
+        return within_limits(column, spec.dtype)
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
         """Takes vectors as structs of size (`None` if dense), indices and values; a cast is Spark's."""
         kind = self.arrow(spec)
         if isinstance(value, Mapping) and {"values", *_VECTOR_PARTS} <= set(value):
             parts = {name: pa.array([value[name]], part_type) for name, part_type in _VECTOR_PARTS.items()}
-            parts["values"] = held(pa.array([value["values"]]), spec.dtype).cast(kind, safe=False)
+            parts["values"] = within_limits(pa.array([value["values"]]), spec.dtype).cast(kind, safe=False)
             return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
         if spec.sources and not isinstance(value, Sequence):  # The value is of one of several packed columns.
             kind = kind.value_type
         # Arrow chooses a type, and the cast is that of Spark, also for integers, booleans and decimals.
-        return held(pa.array([value]), spec.dtype).cast(kind, safe=False)
+        return within_limits(pa.array([value]), spec.dtype).cast(kind, safe=False)
 
     def of_values(
         self, values: Any, spec: TensorSpec, name: str, *, nulls: bool, zone: tzinfo | None = timezone.utc
@@ -244,7 +244,7 @@ class _Unconverted(ColumnKind, kind="any"):
         sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
         if kind == column_type or spec.sql not in NUMBERS or not any(check(column_type) for check in sorts):
             return column
-        return held(column, kind.to_pandas_dtype()).cast(kind, safe=False)
+        return within_limits(column, kind.to_pandas_dtype()).cast(kind, safe=False)
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
         if _is_converted(self.arrow(spec)):

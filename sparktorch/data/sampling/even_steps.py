@@ -185,13 +185,13 @@ def typed(order: Int64, kind: tuple[str, str]) -> pa.Array:
 def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
     """Yields the values of groups on the scales of their type; those of longer steps come first."""
     kind = column.type
-    whole = np.zeros(len(column), np.int64)
+    no_rests = np.zeros(len(column), np.int64)
     if pa.types.is_integer(kind):
 
         def integers(rest: int, counts: Int64) -> pa.Array:
             return pa.array(counts).cast(kind)
 
-        yield _Scale(_in_order(column), 1, integers, whole)
+        yield _Scale(_in_order(column), 1, integers, no_rests)
         return
     if pa.types.is_date(kind):
         instants = _in_order(column) * _DAY
@@ -200,7 +200,7 @@ def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
             return pa.array(((counts + rest) // _DAY).astype(np.int32)).cast(pa.date32()).cast(kind)
 
         yield from _months(instants, dates)
-        yield _Scale(instants, _DAY, dates, whole)
+        yield _Scale(instants, _DAY, dates, no_rests)
         return
 
     def moments(rest: int, counts: Int64) -> pa.Array:
@@ -214,8 +214,8 @@ def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
     instants = _in_order(column)
     wall = instants if kind.tz is None else _clock(column, rows)
     yield from _months(wall, local)
-    yield _Scale(wall, _DAY, local, whole)
-    yield _Scale(instants, 1, moments, whole)
+    yield _Scale(wall, _DAY, local, no_rests)
+    yield _Scale(instants, 1, moments, no_rests)
 
 
 def _instants(wall: Int64, zone: str) -> tuple[Int64, Int64]:

@@ -225,8 +225,8 @@ def _breaks(
     uneven = np.zeros(len(by_order), np.bool_)
     uneven[after_uneven(orders, firsts)] = True
     kept_rows = np.flatnonzero(by_order < count)
-    apart = (np.diff(kept_rows) > 1) | (np.diff(np.cumsum(uneven)[kept_rows]) > 0)
-    return np.flatnonzero(apart & (groups[kept_rows[1:]] == groups[kept_rows[:-1]])) + 1
+    is_break = (np.diff(kept_rows) > 1) | (np.diff(np.cumsum(uneven)[kept_rows]) > 0)
+    return np.flatnonzero(is_break & (groups[kept_rows[1:]] == groups[kept_rows[:-1]])) + 1
 
 
 def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int64) -> tuple[Int64, Mask]:
@@ -240,10 +240,10 @@ def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int
     starts += window.step * (np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts))
     marked = np.append(0, np.cumsum(marks))
     marked_rows = marked[starts + window.rows] - marked[starts + window.context]
-    used = (marked_rows == 0) | (marked_rows == window.horizon)
+    valid = (marked_rows == 0) | (marked_rows == window.horizon)
     if len(gaps):
-        used &= np.searchsorted(gaps, starts, side="right") == np.searchsorted(gaps, starts + window.rows - 1, "right")
-    return starts[used], marked_rows[used] > 0
+        valid &= np.searchsorted(gaps, starts, side="right") == np.searchsorted(gaps, starts + window.rows - 1, "right")
+    return starts[valid], marked_rows[valid] > 0
 
 
 def _runs(starts: Int64, sizes: Int64) -> Int64:

@@ -232,11 +232,11 @@ class RankOrder:
         same step.
         """
         block = self._plan.block
-        whole = (self._end - self._start) // block
-        number = np.arange(int(whole.max()), dtype=np.int64)
+        full_blocks = (self._end - self._start) // block
+        number = np.arange(int(full_blocks.max()), dtype=np.int64)
         position = self._start[:, None] + number * block
         draw = mix_positions(base, position) >> self._plan._stratum_bits
-        draw[number >= whole[:, None]] = _MASK
+        draw[number >= full_blocks[:, None]] = _MASK
         return np.argsort(draw, axis=1, kind="stable").astype(np.int32)
 
     def window(self, number: int) -> tuple[Int64, Int64]:
@@ -256,10 +256,12 @@ class RankOrder:
     def _ordered(self, number: int, strata: slice | npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
         """Returns what `window` does, for some strata only."""
         block, start, end = self._plan.block, self._start[strata], self._end[strata]
-        whole = (end - start) // block
-        at = np.where(number < whole, self._blocks[strata, number], whole) if number < self._blocks.shape[1] else whole
-        position = (start + at * block)[:, None] + np.arange(block, dtype=np.int64)
-        exists = (position < end[:, None]) & (number <= whole)[:, None]
+        full_blocks = (end - start) // block
+        block_index = full_blocks
+        if number < self._blocks.shape[1]:
+            block_index = np.where(number < full_blocks, self._blocks[strata, number], full_blocks)
+        position = (start + block_index * block)[:, None] + np.arange(block, dtype=np.int64)
+        exists = (position < end[:, None]) & (number <= full_blocks)[:, None]
         draw = mix_positions(self._base, position)
         draw[~exists] = _MASK  # These are sorted last; ties keep the order of their positions.
         step = np.empty_like(position)

@@ -24,15 +24,7 @@ from sparktorch.spark.launch.gpus import on_cpus
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.launch.spark_job import new_tag, others_wait
-from sparktorch.spark.session import (
-    executor_ids,
-    is_leaving,
-    is_local,
-    java_profile,
-    other_tasks,
-    slots,
-    switched_on,
-)
+from sparktorch.spark.session import executor_ids, is_leaving, is_local, java_profile, other_tasks, slots, switched_on
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.strategies.registry import workers_for
 from sparktorch.worker import RankJob, RankResult, TrainJob
@@ -134,7 +126,7 @@ def with_restarts(
             workers, paused = current.launch.world_size, False
             log.begin(workers)
             try:
-                results = run(current if checkpoint is None else current.with_launch(pauses=outlook))
+                results = run(current if checkpoint is None else current.with_launch(asks_to_pause=outlook))
             except RankLostError as error:
                 log.end(error.what)
                 if restarts == request.max_restarts:

@@ -116,8 +116,8 @@ def _code(value: Any) -> Any:
     match value:
         case FunctionType():
             code, namespace = value.__code__, value.__globals__
-            used = {name: namespace[name] for name in _globals(code) if name in namespace}
-            return [code, value.__defaults__, value.__kwdefaults__, value.__closure__, used]
+            used_globals = {name: namespace[name] for name in _globals(code) if name in namespace}
+            return [code, value.__defaults__, value.__kwdefaults__, value.__closure__, used_globals]
         case CellType():
             return None if value == CellType() else [value.cell_contents]
         case CodeType():  # The file and its lines are left out, because code may move.
@@ -139,8 +139,8 @@ def _code(value: Any) -> Any:
 
 
 def _tensor(tensor: torch.Tensor) -> Any:
-    whole = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    raw = b"" if tensor.is_meta else whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    raw = b"" if tensor.is_meta else dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return [str(tensor.dtype), str(tensor.layout), tensor.shape, _digest(raw)]
 
 

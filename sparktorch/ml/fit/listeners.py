@@ -87,8 +87,8 @@ class AttemptLog:
         """Notes that an attempt begins; the time starts with the first one."""
         if not self._records:
             self._started = time.monotonic()
-        new: dict[str, Any] = {"workers": workers, "began": self._seconds(), "ended": None, "why": ""}
-        self._records.append(new | {"first": None, "last": None, "first_step": 0, "last_step": 0})
+        attempt: dict[str, Any] = {"workers": workers, "began": self._seconds(), "ended": None, "why": ""}
+        self._records.append(attempt | {"first": None, "last": None, "first_step": 0, "last_step": 0})
 
     def note(self, record: dict[str, Any]) -> None:
         """Notes rank 0's position; ranks tell of the first step of an attempt at once."""
@@ -143,12 +143,7 @@ class FitReport:
     """
 
     def __init__(
-        self,
-        fit: Fit,
-        *,
-        title: str = "fit",
-        stays: bool = True,
-        judge: Callable[[dict[str, Any]], bool] | None = None,
+        self, fit: Fit, *, title: str = "fit", stays: bool = True, judge: Callable[[dict[str, Any]], bool] | None = None
     ) -> None:
         """Creates the report; entering its block creates the listeners.
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.devices import is_kind
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, ConflictError
 from sparktorch.ml.fit.values import Values
 from sparktorch.model.export import Program, Script
 from sparktorch.train.strategies.registry import resumable
@@ -51,39 +51,35 @@ def check_module(p: Values) -> None:
     if p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or p.own_loss):
         raise ConfigError("loss is not set", hint="pass loss=... to the constructor", param="loss", code="ST-NOT-SET")
     if isinstance(p["module"], torch.jit.ScriptModule | torch.export.ExportedProgram):
-        raise ConfigError(
+        raise ConflictError(
             "module is a program of TorchScript or torch.export, which cannot be sent to the workers to be trained",
             hint="pass the class that it was made of; to score with it as it is, there is fromModule of the models",
             param="module",
-            code="ST-CLASH",
         )
     if p.trained is not None and isinstance(p.trained.source, Program | Script):
-        raise ConfigError(
+        raise ConflictError(
             "the model to go on from was loaded from its graph, which is that of evaluation mode",
             hint="pass the module's class, and load the weights of model.module.state_dict() in it",
             param="module",
-            code="ST-CLASH",
         )
     if p.trained is not None and p["moduleParams"]:
-        raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams", code="ST-CLASH")
+        raise ConflictError("moduleParams are given, but module is a fitted model", param="moduleParams")
 
 
 def check_number_of_workers(p: Values) -> None:
     """Refuses numbers of workers that contradict each other."""
     if p["minWorkers"] is not None and isinstance(p["numWorkers"], tuple):
-        raise ConfigError(
+        raise ConflictError(
             f"minWorkers is {p['minWorkers']}, and numWorkers is {p['numWorkers']}, whose first number says the same",
             hint=_ONE,
             param="minWorkers",
-            code="ST-CLASH",
         )
     least, most = p.workers
     if least > most:
-        raise ConfigError(
+        raise ConflictError(
             f"the fewest workers are {least}, more than the most, {most}",
             hint="numWorkers=(2, 4) are 2 to 4, and so are minWorkers=2 and numWorkers=4",
             param="numWorkers",
-            code="ST-CLASH",
         )
 
 
@@ -121,47 +117,35 @@ def check_batches(p: Values) -> None:
 def check_split(p: Values) -> None:
     """Refuses to keep the partitions where the rows must be divided otherwise."""
     if p["split"] == "keep" and p.makes_validation:
-        raise ConfigError(
-            "strategyParams.folds gives every worker all the rows, and split is 'keep'",
-            hint=_ONE,
-            param="split",
-            code="ST-CLASH",
+        raise ConflictError(
+            "strategyParams.folds gives every worker all the rows, and split is 'keep'", hint=_ONE, param="split"
         )
     least, most = p.workers
     if p["split"] == "keep" and least < most:
-        raise ConfigError(
-            "the number of workers may change, and split='keep' makes one of each partition",
-            hint=_ONE,
-            param="split",
-            code="ST-CLASH",
+        raise ConflictError(
+            "the number of workers may change, and split='keep' makes one of each partition", hint=_ONE, param="split"
         )
 
 
 def check_memory_budget(p: Values) -> None:
     """Refuses a budget of memory where rows take what they need."""
     if p["storage"] == "memory" and p.is_set("memoryBudget"):
-        raise ConfigError(
+        raise ConflictError(
             "memoryBudget is set, and storage is 'memory', which takes what the rows need",
             hint="set storage='auto' or 'disk'",
             param="memoryBudget",
-            code="ST-CLASH",
         )
 
 
 def check_columns(p: Values) -> None:
     """Refuses Params of columns of which one takes the place of another, and empty lists of columns."""
     if p.is_set("fillValue") and p["nullPolicy"] != "fill":
-        raise ConfigError(
-            f"fillValue is set, and nullPolicy is {p['nullPolicy']!r}",
-            hint="set nullPolicy='fill'",
-            param="fillValue",
-            code="ST-CLASH",
+        raise ConflictError(
+            f"fillValue is set, and nullPolicy is {p['nullPolicy']!r}", hint="set nullPolicy='fill'", param="fillValue"
         )
     for several, one in (("inputCols", "featuresCol"), ("labelCols", "labelCol")):
         if p[several] is not None and p.is_set(one):
-            raise ConfigError(
-                f"{one} and {several} are both set", hint="set one of them", param=several, code="ST-CLASH"
-            )
+            raise ConflictError(f"{one} and {several} are both set", hint="set one of them", param=several)
     if p["inputCols"] == []:
         raise ConfigError("inputCols is empty", param="inputCols", code="ST-NOT-SET")
     if p["labelCols"] == []:
@@ -189,11 +173,10 @@ def check_instances(p: Values) -> None:
         ("scheduler", torch.optim.lr_scheduler.LRScheduler, "schedulerParams"),
     ):
         if isinstance(p[name], kind):
-            raise ConfigError(
+            raise ConflictError(
                 f"{name} is an instance, which has the parameters of one module on the driver",
                 hint=f"pass its class, with {options}: each worker makes its own",
                 param=name,
-                code="ST-CLASH",
             )
 
 
@@ -211,24 +194,22 @@ def check_epochs(p: Values) -> None:
 def check_training_step(p: Values) -> None:
     """Refuses a loss beside a training step, which computes the loss."""
     if p["trainingStep"] is not None and (p.is_set("loss") or p["lossParams"]):
-        raise ConfigError(
+        raise ConflictError(
             "trainingStep computes the loss, and loss or lossParams are set",
             hint="set one of them",
             param="trainingStep",
-            code="ST-CLASH",
         )
 
 
 def check_scheduler(p: Values) -> None:
     """Refuses arguments without a scheduler, and steps of one that looks at validations."""
     if p["scheduler"] is None and p["schedulerParams"]:
-        raise ConfigError("schedulerParams are given, but no scheduler", param="schedulerParams", code="ST-CLASH")
+        raise ConflictError("schedulerParams are given, but no scheduler", param="schedulerParams")
     if p.follows_loss and p["schedulerInterval"] == "step":
-        raise ConfigError(
+        raise ConflictError(
             "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
             hint="set schedulerInterval='epoch'",
             param="schedulerInterval",
-            code="ST-CLASH",
         )
 
 
@@ -244,11 +225,10 @@ def check_validation(p: Values) -> None:
         if p["metrics"]:
             raise _without_validation("metrics", "metrics are those")
     if p.makes_validation and p["validationIndicatorCol"] is not None:
-        raise ConfigError(
+        raise ConflictError(
             "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
             hint=_ONE,
             param="validationIndicatorCol",
-            code="ST-CLASH",
         )
 
 
@@ -262,9 +242,7 @@ def _without_validation(name: str, what: str) -> ConfigError:
 def check_learning_rate(p: Values) -> None:
     """Refuses a learning rate among the arguments of the optimizer."""
     if "lr" in p["optimizerParams"]:
-        raise ConfigError(
-            "optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams", code="ST-CLASH"
-        )
+        raise ConflictError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
 
 
 def check_named_groups(p: Values) -> None:
@@ -276,17 +254,14 @@ def check_named_groups(p: Values) -> None:
 def check_whole_groups(p: Values) -> None:
     """Refuses a loss, or a strategy, that takes groups apart."""
     if p.brings_its_training or not (p["loss"] or p["trainingStep"]):
-        raise ConfigError(
+        raise ConflictError(
             "the module computes a loss of rows, and with groupCol samples are groups: pass a loss (output, label, "
             "sizes)",
             param="groupCol",
-            code="ST-CLASH",
         )
     if p["strategy"] == "mesh":
-        raise ConfigError(
-            "strategy 'mesh' exchanges rows among workers, and groups stay whole; use 'zero3'",
-            param="strategy",
-            code="ST-CLASH",
+        raise ConflictError(
+            "strategy 'mesh' exchanges rows among workers, and groups stay whole; use 'zero3'", param="strategy"
         )
 
 

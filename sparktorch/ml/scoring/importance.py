@@ -160,7 +160,7 @@ def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | No
     `weight`, `score` and `variant`; `origin` is near the labels.
     """
     label, weight, error = F.col("label"), F.col("weight"), F.col("label") - F.col("prediction")
-    apart = label - origin  # Squares of large labels would differ by less than their last digit.
+    deviation = label - origin  # Squares of large labels would differ by less than their last digit.
     strange = F.lit(False) if classes is None else (label < 0) | (label >= classes) | (label != F.rint(label))
     sums: Mapping[str, Column] = {
         "weight": weight,
@@ -169,8 +169,8 @@ def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | No
         "negative": F.when(label == 1, 0.0).otherwise(weight),
         "differences": weight * F.abs(error),
         "squares": weight * error * error,
-        "label1": weight * apart,
-        "label2": weight * apart * apart,
+        "label1": weight * deviation,
+        "label2": weight * deviation * deviation,
         "strangers": strange.cast("long"),
     }
     stranger = F.min(F.when(strange, label))

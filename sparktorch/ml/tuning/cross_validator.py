@@ -273,10 +273,7 @@ def _check_params(p: Values) -> None:
             raise ConfigError(f"{name} is not set", hint=f"set {name}", param=name, code="ST-NOT-SET")
     if not p["estimatorParamMaps"]:
         raise ConfigError(
-            "estimatorParamMaps is empty",
-            hint="[{}] fits it as it is",
-            param="estimatorParamMaps",
-            code="ST-NOT-SET",
+            "estimatorParamMaps is empty", hint="[{}] fits it as it is", param="estimatorParamMaps", code="ST-NOT-SET"
         )
     if p["numFolds"] < 2:
         raise ConfigError(

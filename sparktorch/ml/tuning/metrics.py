@@ -160,24 +160,25 @@ def _two_classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) 
         return None
     falling, threshold_index = np.unique(-score, return_inverse=True)
     positive = label > 0.5
-    right = np.bincount(threshold_index, weight * positive, len(falling))
-    wrong = np.bincount(threshold_index, weight * ~positive, len(falling))
+    true_positives = np.bincount(threshold_index, weight * positive, len(falling))
+    false_positives = np.bincount(threshold_index, weight * ~positive, len(falling))
     bins = evaluator.getNumBins()
     thresholds_per_bin = len(falling) // bins if bins else 0
     if thresholds_per_bin > 1:
         starts = np.arange(0, len(falling), thresholds_per_bin)
-        right, wrong = np.add.reduceat(right, starts), np.add.reduceat(wrong, starts)
-    right, wrong = right.cumsum(), wrong.cumsum()
-    if not right[-1] or not wrong[-1]:
+        true_positives = np.add.reduceat(true_positives, starts)
+        false_positives = np.add.reduceat(false_positives, starts)
+    true_positives, false_positives = true_positives.cumsum(), false_positives.cumsum()
+    if not true_positives[-1] or not false_positives[-1]:
         return None
-    start, recall = np.zeros(1), right / right[-1]
+    start, recall = np.zeros(1), true_positives / true_positives[-1]
     name = evaluator.getMetricName()
     if name not in ("areaUnderROC", "areaUnderPR"):
         return None
     if name == "areaUnderROC":
-        return _area(np.concatenate([start, wrong / wrong[-1]]), np.concatenate([start, recall]))
-    both = right + wrong
-    precision = np.divide(right, both, out=np.ones_like(both), where=both > 0)
+        return _area(np.concatenate([start, false_positives / false_positives[-1]]), np.concatenate([start, recall]))
+    positives = true_positives + false_positives
+    precision = np.divide(true_positives, positives, out=np.ones_like(positives), where=positives > 0)
     return _area(np.concatenate([start, recall]), np.concatenate([precision[:1], precision]))
 
 
@@ -268,12 +269,12 @@ class FoldMetrics:
     def _settle(self, most: int) -> None:
         """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
         # If the ranks hold all slots, the evaluator's jobs get one only once the ranks free theirs.
-        count, held = slots(self._spark), sum(group.slots_held for group in self._groups)
-        patience: float | None = _PATIENCE if count is None or count > held else 0.0
+        count, slots_held = slots(self._spark), sum(group.slots_held for group in self._groups)
+        patience: float | None = _PATIENCE if count is None or count > slots_held else 0.0
         while True:
-            for done in [future for future in self._bytes if future.done()]:
-                del self._bytes[done]
-                done.result()
+            for finished in [future for future in self._bytes if future.done()]:
+                del self._bytes[finished]
+                finished.result()
             if sum(self._bytes.values()) <= most or not self._bytes:
                 return
             if not wait(self._bytes, timeout=patience, return_when=FIRST_COMPLETED).done:
@@ -293,8 +294,8 @@ def columns_of(evaluator: Evaluator) -> list[str]:
 
 def results_for(evaluator: Evaluator, model: TorchModelBase) -> dict[str, str]:
     """Returns the results of the scorer that an evaluator reads, with the name of the column of each."""
-    read = columns_of(evaluator)
-    return {field: name for name, field in model._fields()[1].items() if name in read}
+    read_columns = columns_of(evaluator)
+    return {field: name for name, field in model._fields()[1].items() if name in read_columns}
 
 
 def weight_of(evaluator: Evaluator, carried: Sequence[str]) -> str | None:

@@ -84,7 +84,7 @@ class Search:
         self._estimator, self._space, self._study = estimator, space, study
         self.metric, self._trials, self._named = metric, trials, named
         earlier = study.get_trials(deepcopy=False)
-        self.left = max(0, trials - sum(trial.state.is_finished() for trial in earlier))
+        self.remaining = max(0, trials - sum(trial.state.is_finished() for trial in earlier))
         self._had_success = any(trial.state.name == "COMPLETE" for trial in earlier)
         self.models: dict[int, TorchTunerModel] = {}
         self._best: int | None = None
@@ -100,10 +100,14 @@ class Search:
         If all trials have failed, it raises the first cause; after an interrupt, all trials are cancelled.
         """
         self._hopeless = max(_HOPELESS, 2 * len(groups))
-        progress: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
+        progress: dict[str, Any] = {
+            "total": self._trials,
+            "initial": self._trials - self.remaining,
+            "disable": not show,
+        }
         self._bar = tqdm(**progress, desc="search", unit="trial", dynamic_ncols=True, position=0)
         with optuna_quiet(), self._bar:
-            self.left -= len(groups)  # Every group begins with a trial.
+            self.remaining -= len(groups)  # Every group begins with a trial.
             try:
                 side_by_side(groups, partial(self._work, timeout=timeout), self._stop)
             except BaseException:  # This is an interrupt, or the error that ends the search.
@@ -181,8 +185,8 @@ class Search:
             self._succeeded |= trial.state.name != "FAIL"
             if not self._succeeded and len(self._causes) >= self._hopeless:
                 self._fatal = self._causes[0]
-            if self.left and not self._stopped:
-                self.left -= 1
+            if self.remaining and not self._stopped:
+                self.remaining -= 1
             else:
                 study.stop()
         # Deleting files takes time, and the other groups need the lock.

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparktorch.base.imports import optuna
 from sparktorch.base.quiet import quiet
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, ConflictError
 from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
@@ -150,11 +150,10 @@ def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
 def check_no_checkpoints(p: Values) -> None:
     """Refuses checkpoints of an estimator that a search trains many times."""
     if p["checkpointDir"] is not None:
-        raise ConfigError(
+        raise ConflictError(
             "checkpointDir is set, and each training of a search is one of its own",
             hint="leave it unset; the search of a TorchTuner goes on from its storage",
             param="checkpointDir",
-            code="ST-CLASH",
         )
 
 
@@ -173,10 +172,7 @@ def _check_names(estimator: EstimatorParams, space: Any) -> None:
         check_param_names(estimator, [param])
         if dot and not isinstance(_value(estimator, param), dict):
             raise ConfigError(
-                f"{name!r} in the space: {param} is no dict",
-                hint=f"call it {param!r}",
-                param=param,
-                code="ST-SEARCH",
+                f"{name!r} in the space: {param} is no dict", hint=f"call it {param!r}", param=param, code="ST-SEARCH"
             )
 
 

@@ -13,13 +13,14 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.base.config import above, at_least, one_of
 from sparktorch.base.imports import optuna
 from sparktorch.base.metric_names import best_by_name
-from sparktorch.errors import ConfigError, SparkTorchError
+from sparktorch.errors import ConfigError, ConflictError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
-from sparktorch.ml.fit.translate import Request, config_of, translate
+from sparktorch.ml.fit.translate import Request, config_of
 from sparktorch.ml.fit.values import Values
+from sparktorch.ml.tuning.example import no_validation, valid_example
 from sparktorch.ml.tuning.search import DEFAULT, Search, value_of
-from sparktorch.ml.tuning.space import Space, applied, check_no_checkpoints, optuna_quiet
+from sparktorch.ml.tuning.space import Space, applied, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
 from sparktorch.spark.checks import findings
 from sparktorch.spark.checks.preflight import enough_slots
@@ -35,8 +36,6 @@ _LOG = logging.getLogger(__name__)
 _METRIC = "sparktorch.metric"  # This user attribute of a study names its metric.
 _PRUNERS = (None, "asha", "hyperband")  # The pruners have these names.
 _DIRECTIONS = {"min": "minimize", "max": "maximize"}
-# Errors with these codes are about a value itself, whatever else is set.
-_VALUE_CODES = ("ST-UNKNOWN-NAME", "ST-VALUE")
 
 
 class TorchTuner(Estimator[TorchTunerModel]):
@@ -140,20 +139,20 @@ class TorchTuner(Estimator[TorchTunerModel]):
         mode = _DIRECTIONS.get(stopping["earlyStoppingMode"]) if metric == stopping["earlyStoppingMetric"] else None
         direction = direction_of(metric, self.direction or mode)
         space = Space(self.space, base) if self.space is not None else _space_of(base)
-        reference, request = _valid_example(base, space, metric)
+        reference, request = valid_example(base, space, metric)
         first = reference.prepare(dataset)
         # Preparing may have learned statistics of the rows, and rearranged them; all groups share both.
         learned, dataset = first.estimator, first.dataset
         if metric.startswith("val_") and not Values(learned).validated:
             first.close()
-            raise _no_validation(metric, "the rows are too few to hold some out")
+            raise no_validation(metric, "the rows are too few to hold some out")
         groups = _group_count(dataset.sparkSession, request, workers, self.parallelism)
         study = self._study(base, space, metric, direction)
         is_logged = bool(callers()) or base.isSet("mlflowExperiment")
         search = Search(base, space, study, metric=metric, trials=self.trials, named=is_logged)
-        if search.left:
-            prepared = [first, *(learned.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
-            _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
+        if search.remaining:
+            prepared = [first, *(learned.prepare(dataset) for _ in range(min(groups, search.remaining) - 1))]
+            _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.remaining, len(prepared))
             search.run(prepared, timeout=self.timeout, show=base.getProgress())
         return self._result(dataset, base, space, study, search, learned)
 
@@ -181,11 +180,10 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 code="ST-CLASH",
             )
         if self.storage is not None and not self.studyName:
-            raise ConfigError(
+            raise ConflictError(
                 "storage is given without studyName",
                 hint="a search goes on with the study of that name",
                 param="studyName",
-                code="ST-CLASH",
             )
         if isinstance(self.storage, str) and "://" not in self.storage:
             raise ConfigError(
@@ -294,56 +292,6 @@ def _space_of(estimator: Any) -> Space:
     return Space(choices, estimator, of_estimator=True)
 
 
-def _valid_example(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:
-    """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
-    check_no_checkpoints(Values(base))
-    # This refuses wrong values. A right one may still not go together with the rest of `base`, which is no error.
-    for choice in space.choices():
-        _tried(base, choice)
-    first: tuple[Any, Request[TrainJob]] | None = None
-    for values in ({}, *space.samples()):
-        valid = _tried(base, values)
-        if valid is not None:
-            first = first or valid
-            _check_rows(first, valid, values)
-    # Without any valid example, `translate` raises what is wrong with the estimator itself.
-    estimator, request = first or (base, translate(base, base._task))
-    if metric.startswith("val_") and request.columns["validation"] is None:
-        raise _no_validation(metric, "there are none")
-    return estimator, request
-
-
-def _no_validation(metric: str, why: str) -> ConfigError:
-    """Returns the refusal of a metric that no trial will have."""
-    return ConfigError(
-        f"the metric {metric!r} is one of validation rows, and {why}",
-        hint="mark some with validationIndicatorCol, or search for another metric, such as 'loss'",
-        param="metric",
-        code="ST-NO-VALIDATION",
-    )
-
-
-def _tried(base: Any, values: dict[str, Any]) -> tuple[Any, Request[TrainJob]] | None:
-    """Returns the estimator with values, and its configuration; refuses a value that no trial can have.
-
-    It returns `None` for values that do not go together: a trial that draws them fails, with that cause.
-    """
-    try:
-        estimator = applied(base, values)
-    except TypeError as error:
-        raise ConfigError(str(error), hint="correct the space", param="space", code="ST-SEARCH") from error
-    try:
-        request = translate(estimator, base._task)
-    except Exception as error:
-        value = values.get(error.where.get("param", "")) if isinstance(error, SparkTorchError) else None
-        # Which entries of a dict are unknown depends on other Params, so another trial may have it.
-        if getattr(error, "code", None) in _VALUE_CODES and value is not None and not isinstance(value, Mapping):
-            raise
-        return None
-    check_no_checkpoints(Values(estimator))
-    return estimator, request
-
-
 def _group_count(spark: SparkSession, request: Request[TrainJob], workers: int, parallelism: int | None) -> int:
     """Returns how many groups of ranks train side by side: `parallelism`, or as many as there are slots for."""
     launch, needed = request.launch, workers * (parallelism or 1)
@@ -387,27 +335,3 @@ def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
     if what:
         hint = "give another studyName, or the metric, direction and space of then"
         raise ConfigError(f"the study {study.study_name!r} in the storage {what}", hint=hint, param="studyName")
-
-
-def _check_rows(
-    first: tuple[Any, Request[TrainJob]], other: tuple[Any, Request[TrainJob]], values: dict[str, Any]
-) -> None:
-    """Refuses a space whose trials need other rows than the first one, or learn other statistics of them."""
-    estimator, request = first
-    other_estimator, other_request = other
-    differing = next((name for name in request.rows if request.rows[name] != other_request.rows[name]), None)
-    differing = differing or next(iter(other_estimator._differing(estimator)), None)
-    if differing is None:
-        return
-    name = next((name for name in values if name in differing), differing)
-    hint = "ranks read their rows once for all trials; search in two, one for each"
-    if name == "numWorkers":
-        hint = "workersPerTrial says how many workers a trial has"
-    if name == "numNegatives":
-        hint = "set numNegatives of the estimator as well: then all trials draw items, and need the same rows"
-    raise ConfigError(
-        f"{name!r} in the space gives trials other rows: they differ in {differing}",
-        hint=hint,
-        param=name,
-        code="ST-SEARCH",
-    )

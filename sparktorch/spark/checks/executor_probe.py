@@ -1,8 +1,8 @@
 """Makes the executor report, in which a task says what its executor has and can reach.
 
-`answer` runs in tasks, and its code is pickled by value: it must not need this package or torch on the
-executors, since whether they are installed is part of the report. So it imports only the standard library, and
-other packages where they are used. Facts that cannot be found out are reported as such, never raised.
+`answer` runs in tasks, and the code of this module is pickled by value. It must not need this package or torch on the
+executors, since the report says whether they are installed. So it imports only the standard library, and other packages
+where they are used. What cannot be found out is reported as `None` or as the reason why, never raised.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ __all__ = [
 
 ANSWER_SCHEMA = "answer string"
 
-_IMPORTED = ("torch", "numpy", "pyarrow", "safetensors", "sparktorch")
+# The packages whose versions are reported.
+_PACKAGES = ("torch", "numpy", "pyarrow", "safetensors", "sparktorch")
 _SECONDS = 5.0  # A connection must be made within this time.
+# A file system must answer within this time.
 _STORAGE_SECONDS = 30.0
 
 
@@ -57,14 +59,14 @@ def answer(
     import pyarrow as pa
     from pyspark import BarrierTaskContext
 
-    # Spark does not reuse a worker that leaves input unread.
+    # Spark would not reuse a worker that leaves input unread.
     for _ in batches:
         pass
     context: Any = BarrierTaskContext.get()
     rank = context.partitionId()
     executor = context.getTaskInfos()[rank].address
     gpu_resource = context.resources().get("gpu")
-    local = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
+    local_dirs = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     facts: dict[str, Any] = {
         "rank": rank,
         "host": host_of(executor),
@@ -74,17 +76,21 @@ def answer(
         "packages": packages(),
         "driver": failure_to_reach(*driver, token) if driver else None,
         "shared_memory": _free("/dev/shm"),
-        "disks": {path: _free(path) for path in [*local, tempfile.gettempdir()]},
+        "disks": {path: _free(path) for path in [*local_dirs, tempfile.gettempdir()]},
         "gpus": gpu_resource.addresses if gpu_resource else [],
-        **{"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []},
-        **(_gpus() if gpus else {}),
-        **{"peers": None, "files": None},
+        "cuda": None,
+        "cuda_visible_devices": None,
+        "gpu_uuids": [],
+        "peers": None,
+        "files": None,
     }
+    if gpus:
+        facts.update(_gpus())
     trial = WriteTrial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
     facts["checkpoint"] = problem(trial.write) if trial else None
     try:
         if meet:
-            facts["peers"], facts["files"] = _met(context, facts["host"], token, driver, trial)
+            facts["peers"], facts["files"] = _meet_others(context, facts["host"], token, driver, trial)
     finally:
         if trial:
             problem(trial.remove)
@@ -92,8 +98,8 @@ def answer(
 
 
 def packages() -> dict[str, dict[str, str]]:
-    """Returns what `package` does, for each package that ranks use; for sparktorch also `code`, a digest."""
-    versions = {name: package(name) for name in _IMPORTED}
+    """Returns what `package` returns, for each package that ranks use; for sparktorch also `code`, a digest."""
+    versions = {name: package(name) for name in _PACKAGES}
     # Importing pandas would take half a second.
     with suppress(importlib.metadata.PackageNotFoundError):
         versions["pandas"] = {"version": importlib.metadata.version("pandas")}
@@ -111,7 +117,7 @@ def package(name: str) -> dict[str, str]:
 
 
 def digest_of(package: str) -> str:
-    """Returns a digest of the source files of a package, in a folder or an archive."""
+    """Returns a digest of a package's source files, whether they are in a folder or an archive."""
     digest = hashlib.sha256()
 
     def add(folder: Any, prefix: str) -> None:
@@ -126,7 +132,7 @@ def digest_of(package: str) -> str:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns the result of a call in a thread; raises its exception, or a `TimeoutError` if it goes on."""
+    """Calls in a thread and returns the result; raises the call's exception, or a `TimeoutError` if it goes on."""
     outcome = concurrent.futures.Future[Any]()
 
     def run() -> None:
@@ -142,7 +148,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def problem(call: Callable[[], Any]) -> str | None:
-    """Runs a call to a file system; returns why it fails, or `None` if it does not."""
+    """Runs a call to a file system; returns why it fails, or `None` if it succeeds."""
     try:
         within(_STORAGE_SECONDS, call)
     except Exception as error:  # A file system may raise anything.
@@ -159,9 +165,9 @@ def greeting(bind: str, token: str) -> Iterator[int]:
         def greet() -> None:
             with suppress(OSError):  # The listener was closed.
                 while True:
-                    line, _ = listener.accept()
-                    with line, suppress(OSError):
-                        line.sendall(token.encode())
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):
+                        connection.sendall(token.encode())
 
         thread = threading.Thread(target=greet, name="sparktorch-doctor", daemon=True)
         thread.start()
@@ -175,7 +181,8 @@ def greeting(bind: str, token: str) -> Iterator[int]:
 def failure_to_reach(host: str, port: int, token: str) -> str | None:
     """Returns why the token cannot be received from `host`; `None` if it can."""
     try:
-        with socket.create_connection((host, port), timeout=_SECONDS) as line, line.makefile("rb") as content:
+        connection = socket.create_connection((host, port), timeout=_SECONDS)
+        with connection, connection.makefile("rb") as content:
             received = content.read(len(token))
     except (OSError, UnicodeError) as error:
         return str(error)
@@ -192,7 +199,7 @@ def _free(path: str) -> int | None:
 def _gpus() -> dict[str, Any]:
     """Returns what a rank would see of the machine's accelerators, and their UUIDs in the order of `nvidia-smi`."""
     gpus: dict[str, Any] = {}
-    with suppress(Exception):  # If torch or this package is missing, `packages` reports that.
+    with suppress(Exception):  # `packages` reports torch or this package if it is missing.
         from sparktorch.base.devices import accelerator, device_count, visible_devices
 
         gpus = {"cuda": device_count(), "cuda_visible_devices": visible_devices(accelerator() or "cuda")}
@@ -208,7 +215,10 @@ class WriteTrial:
 
     def __init__(self, url: str, name: str, rank: int) -> None:
         """Takes the directory and the name without the rank; writes nothing."""
-        self._url, self._name, self._rank = url, name, rank
+        self._url = url
+        self._name = name
+        self._rank = rank
+        # The file system and the directory of the file, once it is written.
         self._fs: Any = None
         self._root = ""
 
@@ -219,7 +229,7 @@ class WriteTrial:
 
         self._fs, root = fsspec.core.url_to_fs(self._url)
         self._root = root.rstrip("/")
-        # Other file systems need no directories. Where a file can be written, so can a directory.
+        # Other file systems need no directories. Where a file can be written, a directory can be made.
         if isinstance(self._fs, LocalFileSystem):
             while self._root and not os.path.exists(self._root):
                 self._root = os.path.dirname(self._root)
@@ -245,28 +255,35 @@ class WriteTrial:
         return f"{self._root}/{self._name}-{self._rank}"
 
 
-def _met(
+def _meet_others(
     context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: WriteTrial | None
 ) -> tuple[dict[str, str], list[int] | None]:
-    """Returns which other tasks cannot be reached, and which ranks' files are visible."""
-    rank, bind = context.partitionId(), address_towards(driver[0]) if driver else host
-    failed: dict[str, str] = {}
+    """Returns which other tasks cannot be reached, each with the reason, and which ranks' files are visible.
+
+    A task tries to reach its neighbour, and rank 0 if that is to host the store.
+    """
+    rank = context.partitionId()
+    bind = address_towards(driver[0]) if driver else host
+    unreached: dict[str, str] = {}
     files: list[int] | None = None
-    with ExitStack() as stack:
+    with ExitStack() as open_socket:
         port = 0
         try:
-            port = stack.enter_context(greeting(bind, token))
+            port = open_socket.enter_context(greeting(bind, token))
         except OSError as error:
-            failed[f"its own address {bind}"] = str(error)
+            unreached[f"its own address {bind}"] = str(error)
         offers = [json.loads(offer) for offer in context.allGather(json.dumps([bind, port]))]
-        for peer in sorted({(rank + 1) % len(offers), 0 if driver is None else rank} - {rank}):
-            address, number = offers[peer]
-            # A task that could not listen offers port 0, and reports that itself.
-            failure = failure_to_reach(address, number, token) if number else None
+        peers = {(rank + 1) % len(offers)}
+        if driver is None:
+            peers.add(0)
+        for peer in sorted(peers - {rank}):
+            peer_address, peer_port = offers[peer]
+            # A task that could not listen offers port 0, and reports the reason itself.
+            failure = failure_to_reach(peer_address, peer_port, token) if peer_port else None
             if failure is not None:
-                failed[f"rank {peer} at {address}"] = failure
+                unreached[f"rank {peer} at {peer_address}"] = failure
         with suppress(Exception):
             files = within(_STORAGE_SECONDS, trial.ranks) if trial else None
         # Until all tasks have looked, none may close its socket or remove its file.
         context.barrier()
-    return failed, files
+    return unreached, files

@@ -24,6 +24,7 @@ Status = Literal["ok", "warning", "failure"]
 # The oldest releases that ranks support, as in pyproject.toml.
 FLOORS = {"torch": "2.10", "numpy": "1.26", "pyarrow": "14.0.1", "safetensors": "0.4"}
 
+# Free bytes below which a finding warns or, for `_NO_DISK`, fails.
 _LITTLE_SHARED_MEMORY = 128 << 20  # Containers have 64 MiB by default.
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 64 << 20
@@ -33,7 +34,8 @@ _SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 _SHM = "spark.kubernetes.executor.volumes.emptyDir.shm"
 _PORTS = "net.ipv4.ip_local_port_range, on Linux usually 32768 to 60999"
 
-# A cause of findings has here the setting to change, its value, and a hint; `finding_for` fills in what is in braces.
+# What to do about each cause of findings: the setting to change, its value, and a hint. `finding_for` fills in the
+# words in braces.
 _TO_DO = {
     "switch": ("{name}", "false", "start the session with {name}=false{more}"),
     "descriptors": ("", "", "{hint}"),
@@ -132,7 +134,7 @@ class Finding:
 
 
 def finding_for(check: str, status: Status, text: str, where: dict[str, Any], cause: str, **words: Any) -> Finding:
-    """Returns a finding that says what to do about its cause, from the table, with the words filled in."""
+    """Returns a finding that says what to do about its cause: `words` are filled into the cause's row of `_TO_DO`."""
     setting, value, hint = (part.format(**words) for part in _TO_DO[cause])
     return Finding(check=check, status=status, found=text, where=where, setting=setting, value=value, hint=hint)
 
@@ -148,7 +150,7 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Logs the warnings, one of many places once, and raises the first failure as a `ClusterError`."""
+    """Logs the warnings, the same warning from many places once, and raises the first failure as a `ClusterError`."""
     warnings: dict[tuple[str, str, str], list[Finding]] = {}
     failure = None
     for finding in findings:
@@ -164,21 +166,21 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 
 class ExecutorReport(SimpleNamespace):
-    """The facts of one task, see `executor_probe.answer`; those that could not be found out are `None`."""
+    """The facts of one task, see `executor_probe.answer`; a fact that could not be found out is `None`."""
 
     @property
     def of_executor(self) -> dict[str, Any]:
-        """The `where` of findings that concern all tasks of the executor."""
+        """The `Finding.where` for all tasks of the executor."""
         return {"host": self.host, "executor": self.executor}
 
     @property
     def of_task(self) -> dict[str, Any]:
-        """The `where` of findings that concern this task."""
+        """The `Finding.where` for this task."""
         return {**self.of_executor, "rank": self.rank}
 
 
 def _no_address(_: str) -> str:
-    """Returns the address of a driver that no host reaches."""
+    """Returns no address, for a driver that no host reaches."""
     return ""
 
 
@@ -191,6 +193,9 @@ class Expected:
         pandas: Whether tasks need pandas, as before Spark 4.1.
         driver: The address at which executors reach the driver; `None` if rank 0 hosts the store.
         towards: Returns the driver's local address on the way to a host.
+        device: Device of the ranks, as users choose it.
+        world_size: Number of ranks.
+        checkpoint_dir: Directory of the checkpoints, `None` without checkpoints.
     """
 
     packages: dict[str, dict[str, str]]
@@ -207,30 +212,41 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
     executors = list({answer.executor: answer for answer in answers}.values())
     hosts = list({answer.host: answer for answer in executors}.values())
     names = ", ".join(f"{name} {package.get('version', '')}" for name, package in expected.packages.items())
-    holders = sum(bool(answer.gpus) for answer in answers)
-    gpus = f"{holders} tasks have one each, and torch sees them" if holders else "none: ranks train on the CPU"
-    if not holders and any(answer.cuda for answer in answers):
-        gpus = "Spark gives none, torch sees enough: ranks of a machine take its GPUs in order"
+    packages = f"Python {executors[0].python}, and versions that go with the driver's: {names}"
     driver = "not needed: rank 0 hosts the store, not this process"
     if expected.driver:
         driver = f"from all executors ({len(executors)}), on a socket of this job"
-    peers, directory = f"all {len(answers)} tasks reach their neighbours", expected.checkpoint_dir
+    peers = f"all {len(answers)} tasks reach their neighbours"
     if any(answer.peers is None for answer in answers):
         peers = "not needed: one task, or one machine"
-    python = f"Python {executors[0].python}, and versions that go with the driver's: {names}"
+    directory = expected.checkpoint_dir
     checkpoints = f"{len(answers)} tasks wrote, read and deleted a file in {directory}" if directory else ""
     findings = []
+    # Each check has its problems, and the text for when there are none; without a text, there is nothing to say.
     for check, problems, fine in (
-        ("packages", _packages(executors, expected), python),
+        ("packages", _packages(executors, expected), packages),
         ("driver-reachable", _driver(executors, expected), driver),
         ("peers-reachable", _peers(answers), peers),
-        ("gpu-addresses", _gpus(answers, expected), "" if expected.device == "cpu" else gpus),
+        ("gpu-addresses", _gpus(answers, expected), "" if expected.device == "cpu" else _gpus_in_use(answers)),
         ("shared-memory", _shared_memory(hosts), "/dev/shm has room"),
         ("local-disk", _disks(executors), "the local directories have room"),
         ("checkpoint-dir", _checkpoints(answers, directory), checkpoints),
     ):
-        findings += list(problems) or ([ok(check, fine)] if fine else [])
+        check_findings = list(problems)
+        if not check_findings and fine:
+            check_findings = [ok(check, fine)]
+        findings += check_findings
     return findings
+
+
+def _gpus_in_use(answers: Sequence[ExecutorReport]) -> str:
+    """Returns as text on which devices ranks train, if there are no problems."""
+    holders = sum(bool(answer.gpus) for answer in answers)
+    if holders:
+        return f"{holders} tasks have one each, and torch sees them"
+    if any(answer.cuda for answer in answers):
+        return "Spark gives none, torch sees enough: ranks of a machine take its GPUs in order"
+    return "none: ranks train on the CPU"
 
 
 def _packages(executors: Sequence[ExecutorReport], expected: Expected) -> Iterator[Finding]:
@@ -245,26 +261,35 @@ def _packages(executors: Sequence[ExecutorReport], expected: Expected) -> Iterat
 
 
 def _difference(name: str, answer: ExecutorReport, expected: Expected) -> tuple[Status, str]:
-    executor_info, driver_info = answer.packages.get(name, {}), expected.packages.get(name, {})
-    version, driver_version, ours = executor_info.get("version"), driver_info.get("version", ""), name == "sparktorch"
-    count = 2 if name == "torch" else 1
+    """Returns how bad it is that an executor lacks a package or has another version than the driver, and the text."""
+    on_executor = answer.packages.get(name, {})
+    on_driver = expected.packages.get(name, {})
+    version = on_executor.get("version")
+    driver_version = on_driver.get("version", "")
+    is_sparktorch = name == "sparktorch"
     if version is None:
-        by = "" if ours else f" by {answer.executable}"
-        text = f"{name} cannot be imported{by}: {executor_info.get('error', 'it is not installed')}"
-        return ("ok", "") if name == "pandas" and not expected.pandas else ("failure", text)
-    if ours and version == driver_version and executor_info.get("code") != driver_info.get("code"):
+        if name == "pandas" and not expected.pandas:
+            return "ok", ""
+        python = "" if is_sparktorch else f" by {answer.executable}"
+        return "failure", f"{name} cannot be imported{python}: {on_executor.get('error', 'it is not installed')}"
+    if is_sparktorch and version == driver_version and on_executor.get("code") != on_driver.get("code"):
         return "warning", f"sparktorch is {version}, but not the driver's code"
     if name in FLOORS and _numbers(version) < _numbers(FLOORS[name]):
         return "failure", f"{name} is {version}, and a rank needs {FLOORS[name]} or newer"
-    if version == driver_version or (
-        not ours and (not driver_version or _numbers(version, count) == _numbers(driver_version, count))
-    ):
+    if version == driver_version:
         return "ok", ""
-    return "failure" if ours else "warning", f"{name} is {version}, on the driver {driver_version}"
+    text = f"{name} is {version}, on the driver {driver_version}"
+    if is_sparktorch:
+        return "failure", text
+    # Ranks on different minor versions of torch do not understand each other; of other packages, major ones count.
+    count = 2 if name == "torch" else 1
+    if not driver_version or _numbers(version, count) == _numbers(driver_version, count):
+        return "ok", ""
+    return "warning", text
 
 
 def _numbers(version: str, count: int = 3) -> list[int]:
-    """Returns the leading numbers of a version."""
+    """Returns the leading `count` numbers of a version."""
     return [int(number) for number in re.findall(r"\d+", version)[:count]]
 
 
@@ -287,30 +312,45 @@ def _peers(answers: Sequence[ExecutorReport]) -> Iterator[Finding]:
 
 
 def _gpus(answers: Sequence[ExecutorReport], expected: Expected) -> Iterator[Finding]:
-    """Finds GPUs that torch does not see, that several tasks were given (NCCL refuses that), and that stay idle."""
+    """Finds GPUs that torch does not see, that Spark has given to several tasks, and that stay idle."""
     if expected.device == "cpu":
         return
-    check, holders = "gpu-addresses", dict[str, list[ExecutorReport]]()
+    check = "gpu-addresses"
     for answer in answers:
         yield from _unseen(answer)
-        address, uuids = answer.gpus[0] if answer.gpus else "", answer.gpu_uuids
-        uuid = uuids[int(address)] if address.isdigit() and int(address) < len(uuids) else address
-        holders.setdefault(uuid, []).append(answer)
-    for uuid, several in holders.items():
-        if len(several) > 1 and uuid and not uuid.isdigit():
-            text = f"the GPU {uuid} was given to tasks {', '.join(str(holder.rank) for holder in several)}"
-            yield finding_for(check, "failure", text, {"host": several[0].host}, "shared gpu")
-    ranks = Counter(answer.host for answer in answers if len(answers) == expected.world_size)
-    for host, cuda in {answer.host: answer.cuda for answer in answers if answer.cuda and not answer.gpus}.items():
-        if ranks[host] > cuda:
-            text = f"{ranks[host]} ranks share {cuda} GPUs, and will train on the CPU"
+    for uuid, holders in _holders_of_gpus(answers).items():
+        # NCCL refuses a GPU in the hands of two ranks. Tasks on different hosts may have the same index.
+        if len(holders) > 1 and not uuid.isdigit():
+            text = f"the GPU {uuid} was given to tasks {', '.join(str(holder.rank) for holder in holders)}"
+            yield finding_for(check, "failure", text, {"host": holders[0].host}, "shared gpu")
+    if len(answers) != expected.world_size:
+        return  # How many ranks a host will have is not known.
+    ranks_on = Counter(answer.host for answer in answers)
+    unassigned = {answer.host: answer.cuda for answer in answers if answer.cuda and not answer.gpus}
+    for host, cuda in unassigned.items():
+        if ranks_on[host] > cuda:
+            text = f"{ranks_on[host]} ranks share {cuda} GPUs, and will train on the CPU"
             yield finding_for(check, "warning", text, {"host": host}, "idle gpus", cuda=cuda)
 
 
+def _holders_of_gpus(answers: Sequence[ExecutorReport]) -> dict[str, list[ExecutorReport]]:
+    """Returns the tasks to which Spark has given each GPU, by its UUID or, where that is unknown, its index."""
+    holders: dict[str, list[ExecutorReport]] = {}
+    for answer in answers:
+        if answer.gpus:
+            gpu = answer.gpus[0]
+            if gpu.isdigit() and int(gpu) < len(answer.gpu_uuids):
+                gpu = answer.gpu_uuids[int(gpu)]
+            holders.setdefault(gpu, []).append(answer)
+    return holders
+
+
 def _unseen(answer: ExecutorReport) -> Iterator[Finding]:
+    """Finds the GPU that Spark has given to a task if torch does not see it there."""
     if not answer.gpus or answer.cuda is None:
         return
-    address, visible = answer.gpus[0], answer.cuda_visible_devices
+    address = answer.gpus[0]
+    visible = answer.cuda_visible_devices
     try:
         index = device_index(address, visible)
     except ClusterError as error:
@@ -344,24 +384,28 @@ def _checkpoints(answers: Sequence[ExecutorReport], directory: str | None) -> It
         return
     writers = {answer.rank for answer in answers if answer.checkpoint is None}
     all_fine = True
-    shared = "name a URL, or an absolute path on a file system that all machines share"
-    relative = ""
-    if "://" not in directory and not os.path.isabs(directory):
-        relative = "the path is relative, and each process takes it from its own working folder"
+    name_shared = "name a URL, or an absolute path on a file system that all machines share"
+    is_relative = "://" not in directory and not os.path.isabs(directory)
+    why_relative = "the path is relative, and each process takes it from its own working folder"
     for answer in answers:
         if answer.checkpoint is not None:
             text = f"cannot keep a file in {directory}: {answer.checkpoint}"
             hint = "name a directory that all workers can write, and install the package of its file system on them"
         elif answer.files is not None and writers - set(answer.files):
-            text = f"does not see in {directory} what other tasks have written there{relative and f': {relative}'}"
-            hint = shared
+            text = f"does not see in {directory} what other tasks have written there"
+            if is_relative:
+                text = f"{text}: {why_relative}"
+            hint = name_shared
         else:
             continue
         all_fine = False
         yield finding_for("checkpoint-dir", "failure", text, answer.of_task, "directory", hint=hint)
-    if relative and all_fine:
-        yield finding_for("checkpoint-dir", "warning", f"{directory}: {relative}", {}, "directory", hint=shared)
+    if is_relative and all_fine:
+        yield finding_for(
+            "checkpoint-dir", "warning", f"{directory}: {why_relative}", {}, "directory", hint=name_shared
+        )
 
 
 def _size(count: int) -> str:
+    """Returns a number of bytes as text."""
     return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
@@ -22,22 +24,35 @@ from sparktorch.spark.session import is_local, java_profile, setting, slots, swi
 
 __all__ = ["check_cluster", "check_result_size", "descriptors", "enough_slots", "gpus", "settled_slots", "switches"]
 
+# No more slots are expected after this time without a new slot, if the settings promise too few.
 _SETTLE_SECONDS = 2.0
 _STARTING_SECONDS = 60.0  # The first executors have this time, if no setting says how many there will be.
 _PROMISED_SECONDS = 600.0  # Spark waits as long for the slots of a barrier job.
+# The user is told after this time what is waited for.
 _WARN_SECONDS = 5.0
 
 _LOG = logging.getLogger(__name__)
 
-# These have to be off. A name is followed by its setting, the reason, and what else to set.
-_OFF = {
-    "dynamic allocation": (
+
+class _Switch(NamedTuple):
+    """What has to be off for a barrier job."""
+
+    name: str
+    setting: str
+    reason: str
+    # What to set besides.
+    more: str = ""
+
+
+_SWITCHES = (
+    _Switch(
+        "dynamic allocation",
         "spark.dynamicAllocation.enabled",
         "Spark runs no barrier job under it",
-        " and a fixed spark.executor.instances",
+        more=" and a fixed spark.executor.instances",
     ),
-    "speculation": ("spark.speculation", "Spark would start second copies of slow ranks", ""),
-}
+    _Switch("speculation", "spark.speculation", "Spark would start second copies of slow ranks"),
+)
 
 
 def check_cluster(
@@ -48,26 +63,29 @@ def check_cluster(
     most: int | None = None,
     longest: float = _PROMISED_SECONDS,
 ) -> None:
-    """Refuses a barrier job that Spark would refuse late, hang, or run incorrectly, by a `ClusterError`.
+    """Refuses, by a `ClusterError`, a barrier job that Spark would refuse late, hang, or run incorrectly.
 
-    It waits for a cluster that is still starting, at most `longest` seconds, see `settled_slots`. `most` is the number
-    of ranks that were asked for, of which `world_size` are the fewest.
+    It waits for a cluster that is still starting, at most `longest` seconds, see `settled_slots`. `most` is the largest
+    number of ranks that the user has asked for, and `world_size` the smallest.
     """
     refuse(switches(spark))
-    refuse([enough_slots(spark, world_size, profile, most=most, longest=longest)[0]])
+    slots_finding, _ = enough_slots(spark, world_size, profile, most=most, longest=longest)
+    refuse([slots_finding])
 
 
 def switches(spark: SparkSession) -> list[Finding]:
-    """Checks that dynamic allocation, the first, and speculation are off."""
+    """Checks that dynamic allocation, which the first finding is about, and speculation are off."""
     findings = []
-    for what, (name, why, more) in _OFF.items():
-        check = what.replace(" ", "-")
-        if not switched_on(spark, name):
-            findings.append(ok(check, f"{what} is off"))
+    for switch in _SWITCHES:
+        check = switch.name.replace(" ", "-")
+        if not switched_on(spark, switch.setting):
+            findings.append(ok(check, f"{switch.name} is off"))
         elif is_local(spark):
-            findings.append(ok(check, f"{what} is on, and Spark has none in local mode"))
+            findings.append(ok(check, f"{switch.name} is on, and Spark has none in local mode"))
         else:
-            findings.append(finding_for(check, "failure", f"{what} is on: {why}", {}, "switch", name=name, more=more))
+            text = f"{switch.name} is on: {switch.reason}"
+            words = {"name": switch.setting, "more": switch.more}
+            findings.append(finding_for(check, "failure", text, {}, "switch", **words))
     return findings
 
 
@@ -89,11 +107,16 @@ def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[Resource
     except ClusterError as error:
         name, value = ("device", "cpu") if is_local(spark) else (AMOUNT, "1")
         return None, finding_for("gpus", "failure", error.what, {}, "gpus", name=name, value=value, hint=error.hint)
-    gpus_of_executor = float(setting(spark, AMOUNT, "0"))
-    text = f"{gpus_of_executor:g} an executor, one a rank" if gpus_of_executor >= 1 else "the executors were given none"
-    if is_local(spark):
+    gpus_an_executor = float(setting(spark, AMOUNT, "0"))
+    if device == "cpu":
+        text = "not asked for"
+    elif is_local(spark):
         text = "local mode: ranks take those of this machine, if there are enough"
-    return profile, ok("gpus", "not asked for" if device == "cpu" else text)
+    elif gpus_an_executor >= 1:
+        text = f"{gpus_an_executor:g} an executor, one a rank"
+    else:
+        text = "the executors were given none"
+    return profile, ok("gpus", text)
 
 
 def enough_slots(
@@ -107,7 +130,7 @@ def enough_slots(
 ) -> tuple[Finding, int | None]:
     """Checks that all ranks can run at once; returns the finding, and the number of slots, `None` if unknown.
 
-    With `all_of_them` it waits until no more slots appear, even if there are enough.
+    With `all_of_them`, it waits until no more slots appear, even if there are enough.
     """
     count = settled_slots(spark, world_size, profile, longest=longest)
     if all_of_them and count is not None and count >= world_size:
@@ -117,19 +140,24 @@ def enough_slots(
         return ok("slots", text), None
     if count >= world_size:
         return ok("slots", f"{count}, of which {world_size} are needed"), count
-    where, asked_for = {"param": "numWorkers"}, world_size if most in (None, world_size) else f"({world_size}, {most})"
+    where = {"param": "numWorkers"}
+    is_range = most not in (None, world_size)
+    asked_for = f"({world_size}, {most})" if is_range else str(world_size)
     if not count and not is_local(spark):
         text = f"numWorkers={asked_for}, but no executor has come to this session"
         return finding_for("slots", "failure", text, where, "no executor", hint=_why_no_executor(spark)), count
     cpus = int(setting(spark, "spark.task.cpus", "1"))
-    name, value = "spark.master", f"local[{world_size * cpus}]"
-    more = f"master {value!r}"
-    if not is_local(spark):
-        slots_of_executor = max(1, int(setting(spark, "spark.executor.cores", "1")) // cpus)
-        name, value = "spark.executor.instances", str(-(-world_size // slots_of_executor))
+    if is_local(spark):
+        name = "spark.master"
+        value = f"local[{world_size * cpus}]"
+        more = f"master {value!r}"
+    else:
+        slots_an_executor = max(1, int(setting(spark, "spark.executor.cores", "1")) // cpus)
+        name = "spark.executor.instances"
+        value = str(math.ceil(world_size / slots_an_executor))
         more = "spark.executor.instances x spark.executor.cores / spark.task.cpus"
     words = {
-        "fits": f"{count or 1} or less" if most in (None, world_size) else f"({count or 1}, {most})",
+        "fits": f"({count or 1}, {most})" if is_range else f"{count or 1} or less",
         "more": more,
         "gpus": "" if profile is None else f" (and {AMOUNT}: one GPU a worker)",
         "master": setting(spark, "spark.master", "unknown"),
@@ -139,6 +167,7 @@ def enough_slots(
 
 
 def _why_no_executor(spark: SparkSession) -> str:
+    """Returns what may keep executors away, as a question to the user."""
     host = setting(spark, "spark.driver.host", "unknown")
     bind = setting(spark, "spark.driver.bindAddress") or host
     with suppress(OSError):
@@ -151,10 +180,12 @@ def _why_no_executor(spark: SparkSession) -> str:
 
 
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
-    """Refuses a model that is larger, in bytes, than what the driver accepts as the result of a job."""
+    """Refuses a model of more bytes than the driver accepts as the result of a job."""
     size = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
-    # Each of the letters stands for 1024 of the one before.
-    limit = int(size[1]) << 10 * " kmgtp".index(size[2] or " ") if size else 0
+    limit = 0
+    if size:
+        # Each letter stands for 1024 times what the letter before stands for.
+        limit = int(size[1]) * 1024 ** " kmgtp".index(size[2] or " ")
     if limit and model_bytes > limit:
         raise ClusterError(
             f"the model takes {model_bytes / 2**30:.1f} GiB, and the driver accepts {limit / 2**30:.1f} GiB as the "
@@ -166,7 +197,7 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
 
 
 def _none() -> int:
-    """Returns the number of slots that do not count, where all of them count."""
+    """Returns 0, the number of slots that do not count, where all slots count."""
     return 0
 
 
@@ -181,30 +212,36 @@ def settled_slots(
 ) -> int | None:
     """Returns the number of slots once there are enough or no more are expected; `None` if unknown.
 
-    By default, more are expected for ten minutes after the last new slot if the session's settings promise enough, for
-    two seconds if they promise too few, and if they say nothing until the session is a minute old. The first slot gets
-    at least a minute. `settle` is another number of seconds after the last new slot, `longest` the most to wait.
+    By default, more slots are expected
+
+    - for ten minutes after the last new slot, if the session's settings promise enough,
+    - for two seconds after the last new slot, if the settings promise too few,
+    - until the session is a minute old, if the settings say nothing. The first slot gets at least a minute.
+
+    `settle` is another number of seconds after the last new slot, `longest` the most to wait.
 
     `taken` returns how many slots do not count, such as those of tasks of jobs that have ended: if a host is cut off or
-    a process is stopped, they hold them until Spark gives up the executor. In local mode only these are waited for.
+    a process is stopped, such tasks hold their slots until Spark gives up the executor. In local mode, where no
+    executors come, only these tasks are waited for.
     """
     local = is_local(spark)
 
-    def free() -> int | None:
+    def count_free() -> int | None:
         slot_count = slots(spark, java_profile(profile))
         return None if slot_count is None else max(0, slot_count - taken())
 
-    def patience(count: int) -> float:
+    def seconds_for_more(count: int) -> float:
         if settle is not None and (count > 0 or local):
             return settle
-        return max(settle or 0.0, _patience(spark, count, needed, promised))
+        return max(settle or 0.0, _seconds_for_more(spark, count, needed, promised))
 
-    count = free()
+    count = count_free()
     if count is None or (local and not taken()):
-        return free()
-    promised = _promised_slots(spark, needed, gpu_each=profile is not None)
+        return count_free()  # Tasks that have just ended count as free now.
+    promised = _promised_slots(spark, needed, has_profile=profile is not None)
     begun = time.monotonic()
-    until, warn_at = begun + patience(count), begun + _WARN_SECONDS
+    until = begun + seconds_for_more(count)
+    warn_at = begun + _WARN_SECONDS
     while count < needed:
         now = time.monotonic()
         if now >= min(until, begun + longest):
@@ -216,13 +253,14 @@ def settled_slots(
             else:
                 _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))
         time.sleep(0.1)
-        before, count = count, free() or 0
-        if count != before:
-            until = time.monotonic() + patience(count)
+        new_count = count_free() or 0
+        if new_count != count:
+            until = time.monotonic() + seconds_for_more(new_count)
+        count = new_count
     return count
 
 
-def _patience(spark: SparkSession, count: int, needed: int, promised: int | None) -> float:
+def _seconds_for_more(spark: SparkSession, count: int, needed: int, promised: int | None) -> float:
     """Returns for how many seconds after the last new slot more are expected."""
     if promised is not None and promised >= needed:
         return _PROMISED_SECONDS
@@ -232,18 +270,26 @@ def _patience(spark: SparkSession, count: int, needed: int, promised: int | None
     return max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
 
 
-def _promised_slots(spark: SparkSession, needed: int, *, gpu_each: bool) -> int | None:
-    """Returns how many slots the session's settings ask for; `None` if they do not say."""
-    master, cpus = setting(spark, "spark.master"), int(setting(spark, "spark.task.cpus", "1"))
-    local = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
+def _promised_slots(spark: SparkSession, needed: int, *, has_profile: bool) -> int | None:
+    """Returns how many slots the session's settings ask for; `None` if they do not say.
+
+    `has_profile` says that the tasks have the resource profile of one GPU each.
+    """
+    master = setting(spark, "spark.master")
+    cpus = int(setting(spark, "spark.task.cpus", "1"))
     if master.startswith("spark:"):  # Standalone gives all free cores, up to spark.cores.max.
         most = setting(spark, "spark.cores.max")
         return int(most) // cpus if most and int(most) // cpus < needed else None
-    executors = local[1] if local else setting(spark, "spark.executor.instances")
+    local_cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
+    if local_cluster:
+        executors, cores = local_cluster.groups()
+    else:
+        executors = setting(spark, "spark.executor.instances")
+        cores = setting(spark, "spark.executor.cores", "1")
     if not executors:
         return None
-    slots_of_executor = int(local[2] if local else setting(spark, "spark.executor.cores", "1")) // cpus
-    gpus_a_task = 1.0 if gpu_each else float(setting(spark, "spark.task.resource.gpu.amount", "0"))
+    slots_an_executor = int(cores) // cpus
+    gpus_a_task = 1.0 if has_profile else float(setting(spark, "spark.task.resource.gpu.amount", "0"))
     if gpus_a_task:
-        slots_of_executor = min(slots_of_executor, int(float(setting(spark, AMOUNT, "0")) / gpus_a_task))
-    return int(executors) * slots_of_executor
+        slots_an_executor = min(slots_an_executor, int(float(setting(spark, AMOUNT, "0")) / gpus_a_task))
+    return int(executors) * slots_an_executor

@@ -1,4 +1,4 @@
-"""The sample row, and the lengths and sizes that it shows."""
+"""Reads the sample row, and the lengths and sizes that it shows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sparktorch.spark.frame.nested import any_of, unfit
 
 __all__ = ["first_row", "measured"]
 
-# So many rows are looked at, until one of them is usable.
-_LOOKED_AT = (1, 64, 4096)
+# The first rows are read in these numbers, until one of the rows is usable.
+_HEADS = (1, 64, 4096)
 
 
 def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
@@ -35,12 +35,13 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
     conditions = []
     for spec in columns.tensors:
         # Labels and weights are never filled.
-        drop = (columns.drop_nulls and not spec.nulls) or (filled and spec not in columns.inputs)
+        is_never_filled = filled and spec not in columns.inputs
+        drop = is_never_filled or (columns.drop_nulls and not spec.nulls)
         condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
         if condition is not None:
             conditions.append(condition)
     rows = data.where(~any_of(conditions)) if conditions else data
-    for count in _LOOKED_AT:
+    for count in _HEADS:
         head = _head(rows, count, schema)
         # Bytes, which Spark cannot check, may still hold NaN or infinity.
         fit = RowFilter(columns).rows_of(head, first_row=0) if columns.drop_nulls else head
@@ -53,54 +54,54 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
 
 
 def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
-    """Returns the first rows as a record batch, as the ranks get it, except that timestamps are in UTC."""
+    """Returns the first rows as a record batch, as the ranks get them, except that timestamps are in UTC."""
     timed = {field.name: field.dataType for field in schema.fields if has_timestamps(field.dataType)}
     if timed:
         # pyspark would return timestamps in the time zone of this process.
-        rows = rows.withColumns({name: as_microseconds(F.col(name), kind) for name, kind in timed.items()})
+        rows = rows.withColumns({name: as_microseconds(F.col(name), data_type) for name, data_type in timed.items()})
     try:
         # `head` reads one partition first; `limit(1).toArrow()` would run a task on each of them.
         head = rows.head(count)
     except (PySparkException, Py4JError) as error:  # pyspark 3.5 does not convert errors of Py4J.
         raise failure_in(str(error)) or error from None
     values = [row.asDict(recursive=True) for row in head]
-    kinds = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
-    return pa.RecordBatch.from_pylist(values, pa.schema(kinds))
+    fields = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
+    return pa.RecordBatch.from_pylist(values, pa.schema(fields))
 
 
-def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
+def _unfit(spec: TensorSpec, data_type: T.DataType, *, drop: bool) -> Column | None:
     """Returns a condition, never null, that is true for values unusable in the sample row; `None` if all are usable.
 
-    They are those that the ranks `drop` or reject, and those that do not show the column's shape.
+    A value is unusable if the ranks `drop` or reject it, or if it does not show the column's shape.
     """
     column = F.col(spec.name)
-    shapeless = 0 in spec.levels
+    needs_shape = 0 in spec.levels
     conditions = []
     if drop:
-        conditions.append(unfit(spec, kind))
-    elif spec.fill is not None and shapeless:
-        conditions.append(_without_lists(column, kind))
-    if spec.ragged and shapeless:
+        conditions.append(unfit(spec, data_type))
+    elif spec.fill is not None and needs_shape:
+        conditions.append(_has_null_list(column, data_type))
+    if spec.ragged and needs_shape:
         conditions.append(F.coalesce(F.size(column) == 0, F.lit(False)))
     return reduce(or_, conditions) if conditions else None
 
 
-def _without_lists(column: Column, kind: T.DataType) -> Column:
+def _has_null_list(column: Column, data_type: T.DataType) -> Column:
     """Returns a condition that is true for values that are null or hold a null list."""
-    if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.ArrayType):
-        element_type = kind.elementType
+    if isinstance(data_type, T.ArrayType) and isinstance(data_type.elementType, T.ArrayType):
+        element_type = data_type.elementType
 
-        def element_without_lists(element: Column) -> Column:
-            return _without_lists(element, element_type)
+        def is_or_holds_null(element: Column) -> Column:
+            return _has_null_list(element, element_type)
 
-        return column.isNull() | F.exists(column, element_without_lists)
+        return column.isNull() | F.exists(column, is_or_holds_null)
     return column.isNull()
 
 
 def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     """Returns the spec with the lengths and sizes that the sample row shows; the ranks check every row."""
     if spec.sources or not spec.levels:
-        return _shaped(spec, ())
+        return _with_levels(spec, ())
     value = sample.column(spec.name)[0].as_py()
     if spec.resize:
         return spec
@@ -109,18 +110,18 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
         return replace(spec, shape=lengths)
     if value is None or len(lengths) < len(spec.levels) or 0 in lengths:
         if 0 not in spec.levels:
-            return _shaped(spec, spec.levels)
+            return _with_levels(spec, spec.levels)
         raise ColumnError(
             f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
             hint="drop such rows before fit, or set nullPolicy",
             column=spec.column,
             code="ST-NULL",
         )
-    return _shaped(spec, lengths)
+    return _with_levels(spec, lengths)
 
 
-def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
-    """Returns the spec for lists of those lengths; its shape is that of `inputShapes`, or else of the lists."""
+def _with_levels(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
+    """Returns the spec for lists with the lengths `levels`; they are its shape, too, unless `inputShapes` has one."""
     if spec.sources:
         return spec
     if spec.lists is None:

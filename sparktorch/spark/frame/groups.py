@@ -1,4 +1,4 @@
-"""Encodes the columns that group rows, and order those of a group."""
+"""Encodes the columns that group rows, and that order the rows in a group."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _NESTED = (T.ArrayType, T.MapType, T.StructType)
 
 
 def group_columns(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpec]) -> list[Column]:
-    """Returns the encoded group of a row, null where the column is, and what orders rows in it, if there is an order.
+    """Returns the encoded column of groups, and of the order in a group if there is one; no columns without groups.
 
-    A `ColumnError` says that a column is missing or cannot order rows, or that windows cannot have one of the inputs.
+    A group is null where its column is null. A `ColumnError` says that a column is missing or cannot order rows, or
+    that windows cannot have one of the inputs.
     """
     if groups is None:
         return []
     if groups.window is not None:
         _refuse_uneven(inputs)
+    # Without a column of groups, all rows are one group.
     group = F.lit(0).cast("long")
     if groups.group is not None:
         check_group(names, groups.group)
@@ -40,15 +42,15 @@ def group_columns(names: ColumnNames, groups: Groups | None, inputs: Sequence[Te
 
 
 def check_group(names: ColumnNames, name: str) -> None:
-    """Refuses a nested column, whose hash leaves out nulls: it would take several groups for one."""
-    kind = names.type_of(name)
-    if isinstance(kind, _NESTED):
+    """Refuses a nested column of groups: its hash leaves out nulls, so that different groups would become one."""
+    data_type = names.type_of(name)
+    if isinstance(data_type, _NESTED):
         hint = f"make a string of it, as to_json({names.sql(name)}) does"
-        raise unsuitable(kind, name, "and groups are told apart by a value", hint)
+        raise unsuitable(data_type, name, "and groups are told apart by a value", hint)
 
 
 def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:
-    """Refuses inputs whose rows are no tensors of one shape, of which windows cannot be made."""
+    """Refuses inputs from which windows cannot be made, because their rows are no tensors of one shape."""
     for spec in specs:
         if spec.ragged or spec.layout == "sparse_csr":
             raise ColumnError(
@@ -60,16 +62,17 @@ def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:
 
 def _order_column(names: ColumnNames, name: str) -> Column:
     """Returns a column that orders rows as int64: whole numbers, days of dates, microseconds of timestamps."""
-    kind, column = names.type_of(name), names.column(name)
-    if isinstance(kind, T.DateType):
+    data_type = names.type_of(name)
+    column = names.column(name)
+    if isinstance(data_type, T.DateType):
         return F.unix_date(column).cast("long")
-    if isinstance(kind, T.TimestampType):
+    if isinstance(data_type, T.TimestampType):
         return F.unix_micros(column)
-    if isinstance(kind, T.TimestampNTZType):
-        # It is not cast to a timestamp: in a time zone, a clock that is set back would repeat an hour.
+    if isinstance(data_type, T.TimestampNTZType):
+        # A cast to a timestamp would need a time zone, in which a clock that is set back repeats an hour.
         minutes = F.unix_date(column.cast("date")).cast("long") * 1440 + F.hour(column) * 60 + F.minute(column)
         return minutes * 60_000_000 + (F.extract(F.lit("SECOND"), column) * 1_000_000).cast("long")
-    if isinstance(kind, INTEGRAL):
+    if isinstance(data_type, INTEGRAL):
         return column.cast("long")
     hint = f"cast({names.sql(name)} as timestamp), or as date or bigint"
-    raise unsuitable(kind, name, "and rows are ordered by whole numbers, dates or timestamps", hint)
+    raise unsuitable(data_type, name, "and rows are ordered by whole numbers, dates or timestamps", hint)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -36,12 +36,18 @@ from sparktorch.spark.frame.refusals import no_boolean, no_label, no_number
 
 __all__ = ["Frame", "prepare"]
 
-_NOTHING_ASKED = InputOptions()
+_NO_OPTIONS = InputOptions()
 
 
 @dataclass(frozen=True)
 class Frame:
-    """An encoded DataFrame with its specs, whose lengths and sizes come from the sample row, and that row."""
+    """An encoded DataFrame.
+
+    Attributes:
+        data: The DataFrame.
+        columns: Its columns; lengths and sizes in the specs come from the sample row.
+        sample: The sample row.
+    """
 
     data: DataFrame
     columns: Columns
@@ -57,7 +63,7 @@ def prepare(
     weight: str | None = None,
     validation: str | None = None,
     key: str | None = None,
-    options: InputOptions = _NOTHING_ASKED,
+    options: InputOptions = _NO_OPTIONS,
     preprocess: Function | None = None,
     keyed: bool = True,
     fold: str | None = None,
@@ -71,16 +77,16 @@ def prepare(
         dataset: The user's DataFrame.
         task: Meaning of the labels.
         inputs: Names of the input columns, in the order of the arguments of `forward`.
-        label: Name of the label column, of several scalar ones, or `None`.
+        label: Name of the label column, names of several scalar label columns, or `None`.
         weight: Name of the column of sample weights.
         validation: Name of the boolean column that marks validation rows.
         key: Name of a column whose value identifies a row, in place of the row's contents.
         options: Options for the inputs.
         preprocess: Makes the arguments of `forward` from the inputs.
-        keyed: Whether row keys cover all columns; otherwise they leave out digestible ones, see `Columns.keyed`.
-        fold: Name of an int column with the fold of each row, which is not part of its key.
-        carried: Names of numeric columns that go with the rows, which are not part of their keys.
-        groups: The groups of the rows, whose columns go with them, and are part of their keys.
+        keyed: Whether row keys cover all columns; otherwise they leave out digestible columns, see `Columns.keyed`.
+        fold: Name of an int column with the fold of each row, which is not part of the row's key.
+        carried: Names of numeric columns that go with the rows, and are not part of the rows' keys.
+        groups: The groups of the rows, whose columns go with the rows, and are part of the rows' keys.
         grades: Whether the labels are grades.
     """
     names = ColumnNames.of(dataset)
@@ -101,23 +107,23 @@ def prepare(
         if not isinstance(names.type_of(weight), NUMERIC):
             raise no_number(names.type_of(weight), weight)
         columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
-    wire = [
-        exact(names, spec, column_of(names, spec)) if spec in columns.inputs else column_of(names, spec)
-        for spec in columns.tensors
-    ]
+    encoded: list[Column] = []
+    for spec in columns.tensors:
+        column = column_of(names, spec)
+        encoded.append(exact(names, spec, column) if spec in columns.inputs else column)
     if validation is not None:
         if not isinstance(names.type_of(validation), T.BooleanType):
             raise no_boolean(names.type_of(validation), validation)
-        wire.append(names.column(validation).alias(VALIDATION))
+        encoded.append(names.column(validation).alias(VALIDATION))
     if key is not None:
-        wire.append(F.xxhash64(names.column(key)).alias(KEY))
+        encoded.append(F.xxhash64(names.column(key)).alias(KEY))
     if fold is not None:
-        wire.append(names.column(fold).alias(FOLD))
-    wire += group_columns(names, groups, specs)
-    wire += [names.column(name).cast("double").alias(carried_name(position)) for position, name in enumerate(carried)]
-    data = dataset.select(*wire)
+        encoded.append(names.column(fold).alias(FOLD))
+    encoded += group_columns(names, groups, specs)
+    encoded += [names.column(name).cast("double").alias(carried_name(index)) for index, name in enumerate(carried)]
+    data = dataset.select(*encoded)
     if key is None:
-        data = _keyed(data, columns)
+        data = _add_key(data, columns)
     sample = first_row(data, columns, filled=options.fill is not None)
     columns = replace(
         columns,
@@ -127,10 +133,12 @@ def prepare(
     return Frame(data, columns, sample)
 
 
-def _keyed(data: DataFrame, columns: Columns) -> DataFrame:
-    """Adds the row key of the contents that ranks do not digest, if there are any."""
-    digested = [spec for spec in columns.tensors if columns.keyed or not kind_of(spec).digestible(spec)]
-    contents = [column for spec in digested for column in hashed(spec, data.schema[spec.name].dataType)]
+def _add_key(data: DataFrame, columns: Columns) -> DataFrame:
+    """Adds the row key, which covers the contents that ranks do not digest, if there are any."""
+    contents: list[Column] = []
+    for spec in columns.tensors:
+        if columns.keyed or not kind_of(spec).digestible(spec):
+            contents += hashed(spec, data.schema[spec.name].dataType)
     if columns.keyed and columns.validation is not None:
         contents.append(F.col(VALIDATION))
     contents += [F.col(name) for name in (GROUP, ORDER) if name in data.columns]
@@ -140,15 +148,20 @@ def _keyed(data: DataFrame, columns: Columns) -> DataFrame:
 def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> TensorSpec:
     """Returns the spec of the label.
 
-    Classes are encoded as double, so that ranks can reject 1.5 or NaN; a cast would make 1 or 0 of them.
+    Classes are encoded as double, so that ranks can reject 1.5 or NaN, which a cast to integers would turn into 1 or 0.
     """
-    classes, several = task == "classification", not isinstance(name, str)
+    are_classes = task == "classification"
+    are_several = not isinstance(name, str)
     names = [name] if isinstance(name, str) else list(name)
     for label_name in names:
-        kind = columns.type_of(label_name)
-        if not (isinstance(kind, NUMERIC) if classes or several else is_numeric(kind)):
-            raise no_number(kind, label_name) if several else no_label(kind, label_name, classes=classes)
-    if classes:
+        data_type = columns.type_of(label_name)
+        must_be_scalar = are_classes or are_several
+        if isinstance(data_type, NUMERIC) or (is_numeric(data_type) and not must_be_scalar):
+            continue
+        if are_several:
+            raise no_number(data_type, label_name)
+        raise no_label(data_type, label_name, classes=are_classes)
+    if are_classes:
         return TensorSpec(name=LABEL, column=names[0], dtype="float64")
-    (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))
+    (spec,) = plan_inputs(columns, names, InputOptions(assemble=are_several))
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)

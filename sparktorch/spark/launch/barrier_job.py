@@ -27,9 +27,10 @@ from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect, is_local, session_of
 from sparktorch.spark.shipping import ShippingError, send
 
-__all__ = ["BarrierJob", "Launch", "at_driver", "control_server", "run_ranks", "unshippable"]
+__all__ = ["BarrierJob", "Launch", "control_server", "listening_on_driver", "run_ranks", "unshippable"]
 
 T = TypeVar("T")
+Batches = Iterator[pa.RecordBatch]
 
 _POLL_SECONDS = 0.05
 _MEETING_SECONDS = 10.0  # The last task starts within this time after the first one.
@@ -40,14 +41,16 @@ class Launch:
     """How the ranks are launched.
 
     Attributes:
+        world_size: Number of ranks.
+        device: Device of the ranks, as users choose it.
         rendezvous: Host of the store: the driver, rank 0, or "auto": the driver if executors can reach it, otherwise
             rank 0.
         profile: Resource profile of the tasks, `None` for the session's default.
         patience: How long the driver and the ranks wait for each other.
         log_level: Lowest level at which the driver shows the ranks' logs and output.
         tag: Spark job tag, a new one in each attempt.
-        pauses: Called with the tag, often, while the ranks train; returns whether they are asked to save a checkpoint
-            and to end.
+        asks_to_pause: Called with the tag, often, while the ranks train; returns whether they shall save a checkpoint
+            and end.
     """
 
     world_size: int
@@ -57,37 +60,43 @@ class Launch:
     patience: Timeouts = field(default_factory=Timeouts)
     log_level: int = logging.WARNING
     tag: str = field(default_factory=new_tag)
-    pauses: Callable[[str], bool] = field(default=never, compare=False)
+    asks_to_pause: Callable[[str], bool] = field(default=never, compare=False)
 
 
 class BarrierJob:
-    """The driver's side of one barrier job: its store, the job, and what watches its ranks."""
+    """The driver's side of one barrier job: its store, the job, and what watches its ranks.
+
+    `wait` comes first, then `results`, and `end` in any case. `cancel` may take the place of `results`.
+    """
 
     def __init__(self, data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer) -> None:
         """Opens the store; `wait` starts the job, in which `body` runs once per partition."""
-        spark, self._launch, self._ended = session_of(data), launch, False
-        # Where something here raises, the stack closes the store; otherwise it stays open until `end`.
-        with ExitStack() as stack:
+        spark = session_of(data)
+        self._launch = launch
+        self._ended = False
+        # Where something here raises, the `ExitStack` closes the store; otherwise the store stays open until `end`.
+        with ExitStack() as open_store:
             self._server = server = control_server(spark, launch)
             if server is not None:
-                stack.enter_context(closing(server))
-            self._job = Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
-            self._monitor = self._watch(server, observer)
+                open_store.enter_context(closing(server))
+            collect = _collector(data, body, launch, None if server is None else server.rendezvous)
+            self._job = Job(spark, collect, launch.tag)
+            self._monitor = self._make_monitor(server, observer)
             self._causes = RootCause(self._monitor)
-            self._stack = stack.pop_all()
+            self._open_store = open_store.pop_all()
 
     def wait(self, seconds: float, is_met: Callable[[], bool] = never) -> bool:
-        """Starts the job, and looks at it every so many seconds until it has ended, or `is_met`; returns whether so.
+        """Starts the job, and looks at it every `seconds` until it has ended, or `is_met()`.
 
-        Whatever is raised meanwhile, such as a `KeyboardInterrupt`, cancels the job.
+        Returns whether the condition was met before the job ended. Whatever is raised meanwhile, such as a
+        `KeyboardInterrupt`, cancels the job.
         """
         self._job.start()
         try:
             while not self._job.wait(seconds):
                 self._monitor.look()
-                self._monitor.look_for_failure()
-                if self._server is not None and self._monitor.trains and self._launch.pauses(self._launch.tag):
-                    self._server.pause()
+                self._monitor.give_time_to_end()
+                self._pause_if_asked()
                 if is_met():
                     return True
             self._monitor.listen()
@@ -98,15 +107,19 @@ class BarrierJob:
 
     def results(self) -> list[tuple[dict[str, Any], bytes]]:
         """Returns what the ranks of the ended job have returned, in rank order, or raises the root cause."""
-        server, size = self._server, self._launch.world_size
-        unstarted = next((RuntimeError(meta) for rank, meta, _ in self._job.rows if rank < 0), None)
-        failed = self._causes.explain_ended(self._job.error or unstarted)
-        # An executor that is to go ends with its last task, and Spark may hear of that before it notes the task's end.
-        if isinstance(failed, RankLostError) and server is not None and server.has_paused(size):
-            return [({"paused": True}, b"")] * size
-        if failed is not None:
-            raise failed from (None if server else self._job.error)
-        return assemble(self._job.rows, size)
+        world_size = self._launch.world_size
+        # A task that cannot unpickle its `RankTask` returns the traceback under a negative rank: see `_task_function`.
+        tracebacks = [meta for rank, meta, _ in self._job.rows if rank < 0]
+        unstarted = RuntimeError(tracebacks[0]) if tracebacks else None
+        failure = self._causes.explain_ended(self._job.error or unstarted)
+        if failure is None:
+            return assemble(self._job.rows, world_size)
+        # An executor that is to go ends with its last task. If Spark hears of the executor's end before the task's end,
+        # it takes the task for lost. The ranks have returned this result all the same, see `sparktorch.worker`.
+        if isinstance(failure, RankLostError) and self._server is not None and self._server.has_paused(world_size):
+            return [({"paused": True}, b"")] * world_size
+        # Where the driver hosts the store, the ranks' reports say all that Spark's long exception does.
+        raise failure from (self._job.error if self._server is None else None)
 
     def cancel(self) -> None:
         """Cancels the job at once."""
@@ -123,12 +136,25 @@ class BarrierJob:
     def end(self) -> None:
         """Closes the store; can be called twice."""
         self._ended = True
-        self._stack.close()
+        self._open_store.close()
 
-    def _watch(self, server: ControlServer | None, observer: Observer, *, running: bool = False) -> Monitor:
-        launch, starved = self._launch, self._job.is_starved
-        more: dict[str, Any] = {"log_level": launch.log_level, "is_starved": starved, "running": running}
-        return Monitor(server, launch.world_size, observer, launch.patience, **more)
+    def _pause_if_asked(self) -> None:
+        """Asks the ranks to save a checkpoint and to end, once they train and `asks_to_pause` says so."""
+        if self._server is None or not self._monitor.is_training:
+            return
+        if self._launch.asks_to_pause(self._launch.tag):
+            self._server.pause()
+
+    def _make_monitor(self, server: ControlServer | None, observer: Observer, *, has_slots: bool = False) -> Monitor:
+        return Monitor(
+            server,
+            self._launch.world_size,
+            observer,
+            self._launch.patience,
+            log_level=self._launch.log_level,
+            is_starved=self._job.is_starved,
+            has_slots=has_slots,
+        )
 
 
 def run_ranks(
@@ -148,11 +174,17 @@ def run_ranks(
         job.end()
 
 
-def at_driver(spark: SparkSession, launch: Launch, listen: Callable[[str, str], T]) -> T | None:
-    """Returns what listens on the driver's address, of which executors know another one; `None` if rank 0 does."""
+def listening_on_driver(spark: SparkSession, launch: Launch, listen: Callable[[str, str], T]) -> T | None:
+    """Returns what `listen` opens on the driver; `None` if rank 0 is to host the store.
+
+    `listen` gets the address to bind, and the address at which executors reach it.
+    """
     address = None if launch.rendezvous == "rank0" else driver_address(spark)
+    if address is None:
+        return None
+    bind, advertise = address
     try:
-        return None if address is None else listen(*address)
+        return listen(bind, advertise)
     except OSError:
         if launch.rendezvous == "auto" and is_connect(spark):
             return None  # Through a tunnel, the server's address is not one of this machine.
@@ -160,9 +192,10 @@ def at_driver(spark: SparkSession, launch: Launch, listen: Callable[[str, str], 
 
 
 def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
-    """Returns the driver's store for a job; `None` if rank 0 hosts it.
+    """Returns the driver's store for a job; `None` if rank 0 hosts the store.
 
-    A `ConfigError` says that the driver is to host it, and that executors do not reach this process.
+    A `ClusterError` says that the driver cannot listen on its address. A `ConfigError` says that the driver is to host
+    the store, but executors do not reach this process.
     """
 
     def listen(bind: str, advertise: str) -> ControlServer:
@@ -170,11 +203,12 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
         return ControlServer(bind, advertise)
 
     try:
-        server = at_driver(spark, launch, listen)
+        server = listening_on_driver(spark, launch, listen)
     except OSError as error:
-        bind, _ = driver_address(spark) or ("", "")
+        address = driver_address(spark)
+        assert address is not None  # Something has tried to listen there.
         raise ClusterError(
-            f"cannot listen on {bind!r}: {error}",
+            f"cannot listen on {address[0]!r}: {error}",
             hint="set spark.driver.bindAddress to an address of this machine that executors reach",
             code="ST-DRIVER-REACHABLE",
         ) from error
@@ -188,7 +222,10 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
 
 
 def unshippable(error: ShippingError) -> ModuleError:
-    """Returns the error of a fit whose module, loss or optimizer cannot be pickled."""
+    """Returns the error for what ranks are to run, if it cannot be pickled.
+
+    In fits, that is the module, loss or optimizer. Functions of users are checked before (`ml/fit/run`).
+    """
     return ModuleError(
         f"the module, loss or optimizer cannot be shipped to the ranks: {error}",
         hint="it holds, or its code uses as a global, something that stays in this process (a lock, a file, a "
@@ -197,20 +234,37 @@ def unshippable(error: ShippingError) -> ModuleError:
     )
 
 
-def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
+def _collector(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     """Returns a callable that runs `body` in the barrier tasks, and collects their results."""
     spark = session_of(data)
     try:
-        sent = vars(send(spark, body))
+        sent = send(spark, body)
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
-    task_fields: dict[str, Any] = {"log_level": launch.log_level, "patience": launch.patience.driver}
-    task_fields["local"] = is_local(spark)
-    streamed, hosted = not isinstance(data, RDD), rendezvous is not None
-    task = pickle.dumps(RankTask(device=launch.device, rendezvous=rendezvous, streamed=streamed, **task_fields))
+    task = RankTask(
+        device=launch.device,
+        rendezvous=rendezvous,
+        log_level=launch.log_level,
+        patience=launch.patience.driver,
+        local=is_local(spark),
+        streamed=not isinstance(data, RDD),
+    )
+    run = _task_function(pickle.dumps(task), vars(sent), driver_hosts=rendezvous is not None)
+    return on_barrier(data, run, RESULT_SCHEMA, launch.profile)
 
-    def none_starts() -> bool:
-        """Whether no task of the job can start: one that can waits at the store, and never comes here."""
+
+def _task_function(task: bytes, sent_fields: dict[str, Any], *, driver_hosts: bool) -> Callable[[Batches], Batches]:
+    """Returns the function that Spark calls in each task; it runs a pickled `RankTask`.
+
+    Spark pickles nested functions by value. So those below also run on executors that lack this package, and can say
+    so; they import what they need. `sent_fields` are the fields of the `Sent` with the ranks' body.
+    """
+
+    def all_tasks_fail() -> bool:
+        """Waits for the other tasks; returns whether all have come here because they cannot unpickle.
+
+        A task that can unpickle waits at the driver's store instead.
+        """
         import threading
 
         from pyspark import BarrierTaskContext
@@ -224,8 +278,7 @@ def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Re
         threading.Thread(target=wait_for_all, daemon=True).start()
         return all_here.wait(_MEETING_SECONDS)
 
-    # This function and the one above work without this package, which executors may lack.
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def run(batches: Batches) -> Batches:
         import gc
         import pickle
         import traceback
@@ -238,8 +291,10 @@ def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Re
 
             rank_task: RankTask = pickle.loads(task)
         except Exception as error:
-            if not hosted or not none_starts():
+            # If rank 0 is to host the store, tasks that can unpickle call `allGather` themselves.
+            if not driver_hosts or not all_tasks_fail():
                 raise
+            # Spark would log an exception, with Java's stack, for each task: the driver gets the traceback as a row.
             columns = [
                 pa.array([-1], pa.int32()),
                 pa.array(["".join(traceback.format_exception(error))]),
@@ -248,6 +303,6 @@ def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Re
             return iter([pa.RecordBatch.from_arrays(columns, ["rank", "meta", "payload"])])
         finally:
             gc.enable()
-        return rank_task(batches, Sent(**sent))
+        return rank_task(batches, Sent(**sent_fields))
 
-    return on_barrier(data, run, RESULT_SCHEMA, launch.profile)
+    return run

@@ -17,6 +17,7 @@ from sparktorch.spark.session import is_connect, is_local, setting
 
 __all__ = ["AMOUNT", "choose_device", "device_index", "gpu_profile", "has_gpus", "on_cpus"]
 
+# Spark's settings for the number of GPUs that an executor has, and that a task gets.
 AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
 
@@ -29,69 +30,94 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     """
     if device == "cpu":
         return None
-    local, task = is_local(spark), float(setting(spark, TASK_AMOUNT, "0"))
-    gpus, asked, what, hint = float(setting(spark, AMOUNT, "0")), device != "auto", "", ""
-    count = device_count(device) if local and asked else 0
-    if local and asked and count < world_size:
-        what = f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine"
-        hint = f"set numWorkers={count}, or device='cpu' or 'auto'"
-        if not count:
-            hint = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
-    elif not local and asked and gpus < 1:
-        what = f"device={device!r}, but the executors have no GPU"
-        hint = f"start the session with {AMOUNT}=1 and "
-        hint += "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'"
-    elif local or gpus < 1 or task >= 1:
-        # Spark refuses resource profiles in local mode.
+    is_asked_for = device != "auto"
+    if is_local(spark):
+        # Spark refuses resource profiles in local mode, where ranks take the machine's devices in order.
+        if is_asked_for:
+            _check_local_devices(device, world_size)
         return None
-    elif not gives_profiles():
-        what = f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker"
-        hint = f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, or set device='cpu'; "
-        hint += "pyspark 4.0 and newer ask by themselves"
-    if what:
-        raise ClusterError(what, hint=hint, code="ST-GPUS")
+    if float(setting(spark, AMOUNT, "0")) < 1:
+        if is_asked_for:
+            raise ClusterError(
+                f"device={device!r}, but the executors have no GPU",
+                hint=f"start the session with {AMOUNT}=1 and "
+                "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
+                code="ST-GPUS",
+            )
+        return None
+    if float(setting(spark, TASK_AMOUNT, "0")) >= 1:
+        return None
+    if not gives_profiles():
+        raise ClusterError(
+            f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker",
+            hint=f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, or set device='cpu'; "
+            "pyspark 4.0 and newer ask by themselves",
+            code="ST-GPUS",
+        )
     cpus = int(setting(spark, "spark.task.cpus", "1"))
     requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
     return ResourceProfileBuilder().require(requests).build
 
 
+def _check_local_devices(device: Device, world_size: int) -> None:
+    """Refuses a device if this machine has fewer such devices than ranks."""
+    count = device_count(device)
+    if count >= world_size:
+        return
+    hint = f"set numWorkers={count}, or device='cpu' or 'auto'"
+    if not count:
+        hint = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
+    raise ClusterError(
+        f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine",
+        hint=hint,
+        code="ST-GPUS",
+    )
+
+
 def has_gpus(spark: SparkSession, device: Device) -> bool:
     """Whether ranks will have accelerators, as far as the driver knows."""
-    if device in ("auto", "cpu"):
-        return device == "auto" and (device_count() > 0 if is_local(spark) else float(setting(spark, AMOUNT, "0")) >= 1)
-    return True
+    if device != "auto":
+        return device != "cpu"
+    if is_local(spark):
+        return device_count() > 0
+    return float(setting(spark, AMOUNT, "0")) >= 1
 
 
 def on_cpus(spark: SparkSession, device: Device, world_size: int) -> bool:
-    """Whether the driver knows that ranks will have no accelerators; on other machines, tasks may see some unasked."""
-    if device != "auto" or is_connect(spark) or not is_local(spark):
+    """Whether the driver knows that ranks will have no accelerators.
+
+    It does not know that of "auto" on other machines, where tasks may see accelerators that nobody asked for.
+    """
+    if device != "auto":
         return device == "cpu"
-    return device_count() < world_size
+    return is_local(spark) and not is_connect(spark) and device_count() < world_size
 
 
 def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, local_size: int) -> str:
     """Returns the torch device of one rank, from the GPU addresses that Spark gave its task; runs in the rank."""
-    kind = accelerator() if device == "auto" else device
-    count = device_count(kind)
+    device_type = accelerator() if device == "auto" else device
+    count = device_count(device_type)
     if device == "cpu" or (device == "auto" and not addresses and count < local_size):
         return "cpu"
-    index = device_index(addresses[0], visible_devices(kind or "cuda")) if addresses else local_rank
-    if kind is None or index >= count:
+    index = local_rank
+    if addresses:
+        index = device_index(addresses[0], visible_devices(device_type or "cuda"))
+    if device_type is None or index >= count:
         raise ClusterError(
-            f"this task was to use {kind or 'GPU'} device {index}, but torch sees {count}",
+            f"this task was to use {device_type or 'GPU'} device {index}, but torch sees {count}",
             hint=f"is torch {torch.__version__} a build for such devices where tasks run, and does the GPU discovery "
             "script, where Spark has one, list the devices that torch sees? device='cpu' does without",
             gpu_addresses=list(addresses) or None,
             code="ST-GPUS",
         )
-    return f"{kind}:{index}"
+    return f"{device_type}:{index}"
 
 
 def device_index(address: str, visible: str | None) -> int:
     """Returns torch's index of the device at one of Spark's GPU addresses, an index or UUID.
 
-    Spark counts all devices of the machine. If a variable such as `CUDA_VISIBLE_DEVICES` hides some (`visible` is its
-    value), torch counts only the visible ones.
+    Spark counts all devices of the machine. If a variable such as `CUDA_VISIBLE_DEVICES`, whose value is `visible`,
+    hides some devices, torch counts only the others.
     """
     if not visible and address.isdigit():
         return int(address)

@@ -31,9 +31,9 @@ from sparktorch.spark.shipping import Sent
 
 __all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "StreamBrokenError", "assemble", "unbroken"]
 
-
 RESULT_SCHEMA = "rank int, meta string, payload binary"
 
+# A row has at most this number of bytes of a result, which suits Arrow and gRPC.
 _CHUNK_BYTES = 16 << 20
 
 
@@ -53,7 +53,7 @@ class Body(Protocol):
 
 
 class StreamBrokenError(Exception):
-    """Spark has broken off the rows of a task: it ended the task, or could not compute them. Its message says why."""
+    """Spark has broken off the rows for a task: it ended the task, or could not compute them. Its message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ class RankTask:
     """One barrier task: determines its rank, connects to the store, runs the body, and returns or reports a failure.
 
     Attributes:
-        rendezvous: The store's, `None` if rank 0 hosts it.
+        device: Device of the ranks, as users choose it.
+        rendezvous: Address and token of the driver's store; `None` if rank 0 hosts the store.
         log_level: Lowest level at which the driver shows what a rank logs.
         patience: Seconds without a heartbeat from the driver after which a rank ends its process.
         local: Whether ranks write where the driver does.
@@ -89,7 +90,7 @@ class RankTask:
         rendezvous = self.rendezvous
         hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
-            # The store is open while rank 0 refers to it.
+            # The store is open as long as rank 0 refers to it.
             rendezvous, _store = _meet_at_rank0(context, world)
         open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
         try:
@@ -105,30 +106,30 @@ class RankTask:
             try:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
-                local_numbers = {"local_rank": world.local_rank, "local_size": world.local_size}
-                device = choose_device(self.device, addresses, **local_numbers)
+                device = choose_device(self.device, addresses, local_rank=world.local_rank, local_size=world.local_size)
                 body: Body = sent.load()
                 rows = unbroken(batches) if self.streamed else batches
                 result = body(rows, world=replace(world, device=device), client=client)
                 if hosted_by_rank0:
-                    # The store is in the process of rank 0, which waits here for the others.
+                    # The store is in the process of rank 0, which waits here until no other rank needs it.
                     client.leave()
             except StreamBrokenError:  # It is a consequence of another failure, and not reported.
                 raise
             except Exception as error:
                 failure = client.fail(error)
-                if hosted_by_rank0 or not _reusable(device, error) or not client.is_heard(error):
-                    raise _marked(failure) from None
+                if hosted_by_rank0 or not _is_reusable(device, error) or not client.is_heard(error):
+                    raise _carrying(failure) from None
                 # The process lives on for other tasks: open connections would let peers wait for this rank.
                 hang_up(error)
-                # The driver knows the failure. Spark would log an exception, with Java's stack, for each rank.
+                # The task ends without raising, since the driver knows the failure: Spark would log an exception, with
+                # Java's stack, for each rank.
                 return
         result.meta.setdefault("seconds", {})["connect"] = connect_seconds
         yield from _chunks(world.rank, result)
 
 
-def _reusable(device: str, error: Exception) -> bool:
-    """Returns whether Spark may reuse the process of a rank that has failed: an accelerator may answer no more."""
+def _is_reusable(device: str, error: Exception) -> bool:
+    """Returns whether Spark may reuse the process of a rank that has failed: an accelerator may not answer any more."""
     return is_host(device) or isinstance(error, SparkTorchError | PeerFailure)
 
 
@@ -136,11 +137,12 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yields the batches of a stream from Spark; raises `StreamBrokenError` if the stream breaks off."""
     try:
         yield from batches
-    except (pa.ArrowInvalid, OSError, EOFError) as error:  # Memory that runs out is a failure of this rank itself.
+    except (pa.ArrowInvalid, OSError, EOFError) as error:  # A `MemoryError` is a failure of this rank itself.
         raise StreamBrokenError(str(error) or type(error).__name__) from error
 
 
 def _world(context: BarrierTaskContext) -> World:
+    """Returns the rank's world on the CPU: a partition's number is the rank, and ranks on one host are neighbours."""
     hosts = [host_of(info.address) for info in context.getTaskInfos()]
     rank = context.partitionId()
     return World(
@@ -154,33 +156,37 @@ def _world(context: BarrierTaskContext) -> World:
 
 
 def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvous, Any]:
-    """Hosts the store on rank 0, and shares its address by `allGather`, which takes about a second."""
+    """Hosts the store on rank 0, and shares its address by `allGather`, which takes about a second.
+
+    Returns the address, and the store in rank 0, `None` in the others.
+    """
     store = None
     offer = ""
     if world.is_main:
         host = host_of(context.getTaskInfos()[0].address)
         store, port = host_store(host)
         offer = json.dumps([host, port, secrets.token_hex(16)])
-    # All ranks call allGather; those but the first offer nothing.
+    # All ranks call `allGather`, and only rank 0 offers an address.
     host, port, prefix = json.loads(context.allGather(offer)[0])
     return Rendezvous(host, port, prefix), store
 
 
 def _unreached(error: BaseException, rendezvous: Rendezvous, world: World) -> RankError:
-    # Other errors may be temporary.
+    """Returns the error for a rank that does not reach the store."""
+    # After other errors a restart may help: they may be temporary.
     misconfigured = isinstance(error, socket.gaierror | ConnectionRefusedError)
     what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
-    kind = ClusterError if misconfigured else RankLostError
-    return _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host))
+    error_class = ClusterError if misconfigured else RankLostError
+    return _carrying(error_class(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host))
 
 
-def _marked(failure: SparkTorchError) -> RankError:
-    """Returns the failure as an exception that carries it in its message, for `failure_in` on the driver."""
+def _carrying(failure: SparkTorchError) -> RankError:
+    """Returns an exception that carries the failure in its message, from which `failure_in` reads it on the driver."""
     return RankError(failure.what, **failure.where, code=failure.code, trace=failure_text(failure))
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
-    """Yields the result as record batches of one row each, small enough for Arrow and gRPC."""
+    """Yields the result as record batches of `RESULT_SCHEMA`, of one row each; the first row alone has the metadata."""
     payload = memoryview(result.payload)
     meta = json.dumps({"meta": result.meta, "bytes": len(payload)})
     for start in range(0, max(1, len(payload)), _CHUNK_BYTES):
@@ -197,7 +203,7 @@ def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any],
     """Joins the chunks of all ranks; returns `(meta, payload)` of each rank, in the order of ranks.
 
     A `ClusterError` says that chunks are missing: Spark ends the rows without an error where its JVM has no memory for
-    them.
+    the rows.
     """
     heads: dict[int, dict[str, Any]] = {}
     parts: dict[int, list[bytearray]] = {rank: [] for rank in range(world_size)}

@@ -25,20 +25,24 @@ def new_tag() -> str:
 
 
 def others_wait(tag: str) -> bool:
-    """Whether a job of this process, other than that with a tag, has no task that runs: it may wait for slots."""
+    """Whether a job of this process other than the one with `tag` has no running task: it may wait for slots."""
     with _lock:
         others = [job for job in _jobs if job.tag != tag]
     return any(job.running_tasks() == 0 for job in others)
 
 
 class Job:
-    """A Spark job, run in a thread of its own: its collected `rows` once it is done, or its `error`.
+    """A Spark job, run in a thread of its own.
 
-    `idle` says that its tasks wait for work: they hold slots that are not freed by waiting.
+    Attributes:
+        rows: The collected rows, once the job is done.
+        error: The job's exception, once it has failed.
+        idle: Whether the job's tasks wait for work: then others that wait for their slots wait in vain.
+        tag: The job's tag.
     """
 
     def __init__(self, spark: SparkSession, collect: Collect, tag: str) -> None:
-        """Sets the callable that runs the job and returns its rows, and a unique tag from `new_tag`."""
+        """Takes a callable that runs the job and returns its rows, and a unique tag from `new_tag`."""
         self.rows: list[Row] = []
         self.error: Exception | None = None
         self.idle = False
@@ -48,11 +52,11 @@ class Job:
 
         def run() -> None:
             try:
-                # Spark tags the jobs that this thread starts, not those of the thread that made it.
+                # Spark tags the jobs that this thread starts, not jobs of the thread that made this one.
                 tag_tasks(spark, self.tag)
                 # toArrow() would make one vector of all rows, which is limited to 2 GiB.
                 self.rows = collect()
-            except Exception as error:  # The thread that waits gets it.
+            except Exception as error:  # The thread that waits for the job raises it.
                 self.error = error
             finally:
                 with _lock:
@@ -69,11 +73,11 @@ class Job:
         self._thread.start()
 
     def running_tasks(self) -> int | None:
-        """Returns the number of its running tasks; `None` if Spark does not tell."""
+        """Returns the number of the job's running tasks; `None` if Spark does not tell."""
         return running_tasks(self._spark, self.tag)
 
     def is_starved(self) -> bool:
-        """Whether none of its tasks runs, nor one of another busy `Job` of this process, which would free its slots."""
+        """Whether no task of this job runs, nor one of another busy `Job` of this process, which would free slots."""
         if self.running_tasks() != 0:
             return False
         with _lock:

@@ -87,7 +87,8 @@ class ImageClassifier(FolderClassifier, ImageClassifierParams):
             return super().completed()
         self._check_params()
         column = self.getFeaturesCol()
-        if others := {*self.getInputShapes()} - {column}:
+        others = {*self.getInputShapes()} - {column}
+        if others:
             what = f"inputShapes names {min(others)!r}, and the column of images is {column!r}"
             hint = f"set inputShapes={{{column!r}: [channels, height, width]}}, or imageCol"
             raise ConfigError(what, hint=hint, param="inputShapes", code="ST-SHAPE")

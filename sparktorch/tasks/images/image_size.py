@@ -25,7 +25,7 @@ def usual_size(dataset: DataFrame, column: str) -> tuple[int, int] | None:
     """
     images = ColumnNames.of(dataset).column(column)
     rows = dataset.select(images.alias("image")).where("image IS NOT NULL").limit(_LOOKED_AT).collect()
-    sizes = [size for row in rows if (size := _size_of(row.image)) is not None]
+    sizes = [size for size in (_size_of(row.image) for row in rows) if size is not None]
     if not sizes:
         return None
     height, width = (statistics.median_low(side) for side in zip(*sizes, strict=True))

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import is_object
-from sparktorch.errors import ConfigError, shortens
+from sparktorch.errors import ConflictError, shortens
 from sparktorch.ml.fit.refusals import check_named_groups
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
@@ -57,7 +57,11 @@ class RankingModel(TabularModel, ValueModel, RankingModelParams):
 
     def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
         check_numbers(ColumnNames.of(scored), [self.getPredictionCol()])
-        ranked = evaluate_ranker(self, lambda rows: rows, scored)
+
+        def as_it_is(rows: DataFrame) -> DataFrame:
+            return rows
+
+        ranked = evaluate_ranker(self, as_it_is, scored)
         return "NDCG at 10", ranked.numInstances, ranked.ndcg(10)
 
     @shortens
@@ -111,9 +115,9 @@ class Ranker(TabularEstimator, RankerParams):
         p = Values(self)
         if p.trained is not None:
             return isinstance(p.trained.preprocess, TableColumns)
-        made = p["preprocess"] is not None and self._learned is None
+        has_preprocess = p["preprocess"] is not None and self._learned is None
         network = p["module"] is None or is_object(p["module"], TableNetwork)
-        return network and not (made or p.is_set("featuresCol"))
+        return network and not (has_preprocess or p.is_set("featuresCol"))
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
@@ -179,11 +183,10 @@ class Ranker(TabularEstimator, RankerParams):
 def _check_members(p: Values) -> None:
     """Refuses a loss of the user's for a fitted network of several members, which have a score each."""
     if p.trained is not None and _members(p.trained) > 1 and _is_own(p["loss"]):
-        raise ConfigError(
+        raise ConflictError(
             "loss is your own and gets one score a row, and the network of the fitted model has several members",
             hint="fit that model with this loss or with moduleParams={'members': 1}, or set loss='listnet'",
             param="loss",
-            code="ST-CLASH",
         )
 
 

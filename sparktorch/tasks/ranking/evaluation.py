@@ -34,7 +34,7 @@ class RankingSummary(Summary):
     numGroups: int
     meanReciprocalRank: float
     _ndcg: dict[int | None, float]
-    _again: Callable[[int | None], float]
+    _ndcg_of: Callable[[int | None], float]
 
     def ndcg(self, k: int | None = None) -> float:
         """Returns the mean normalised discounted cumulative gain of the first `k` rows of a group, or of all of them.
@@ -45,7 +45,7 @@ class RankingSummary(Summary):
         if k is not None:
             at_least("k", k, 1)
         if k not in self._ndcg:
-            self._ndcg[k] = self._again(k)
+            self._ndcg[k] = self._ndcg_of(k)
         return self._ndcg[k]
 
 
@@ -72,7 +72,7 @@ def evaluate_ranker(
         )
         measured = _measured(rows, [_SHOWN, None])
 
-        def again(k: int | None) -> float:
+        def ndcg_of(k: int | None) -> float:
             return float(_measured(rows, [k])["ndcg_0"])
 
         return RankingSummary(
@@ -81,7 +81,7 @@ def evaluate_ranker(
             numGroups=measured["groups"],
             meanReciprocalRank=measured["mrr"],
             _ndcg={_SHOWN: measured["ndcg_0"], None: measured["ndcg_1"]},
-            _again=again,
+            _ndcg_of=ndcg_of,
         )
 
 
@@ -97,8 +97,8 @@ def _measured(rows: DataFrame, ks: list[int | None]) -> Row:
     )
 
     def gained(gain: str, position: str, k: int | None) -> Column:
-        within = F.lit(True) if k is None else F.col(position) <= k
-        return F.sum(F.when(within, F.col(gain) / F.log2(F.col(position) + 1)).otherwise(0.0))
+        counts_in = F.lit(True) if k is None else F.col(position) <= k
+        return F.sum(F.when(counts_in, F.col(gain) / F.log2(F.col(position) + 1)).otherwise(0.0))
 
     def ndcg(k: int | None) -> Column:
         return F.try_divide(gained("gain", "position", k), gained("label", "ideal", k))

@@ -46,8 +46,8 @@ def listnet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> 
     """
     _check(scores, labels)
     group = _group_of_rows(sizes)
-    wanted = _log_softmax(labels, group, sizes).exp()
-    return _sums(-wanted * _log_softmax(scores, group, sizes), group, sizes)
+    target = _log_softmax(labels, group, sizes).exp()
+    return _sums(-target * _log_softmax(scores, group, sizes), group, sizes)
 
 
 @_of_members
@@ -107,10 +107,10 @@ def _pairs(labels: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, tor
     row = torch.arange(len(group), device=sizes.device)
     partners = sizes[group]
     first_of_group = (row - _positions(sizes)).repeat_interleave(partners)
-    left, right = row.repeat_interleave(partners), first_of_group + _positions(partners)
-    differs = labels[left] > labels[right]
-    left, right = left[differs], right[differs]
-    return left, right, group[left]
+    better, worse = row.repeat_interleave(partners), first_of_group + _positions(partners)
+    differs = labels[better] > labels[worse]
+    better, worse = better[differs], worse[differs]
+    return better, worse, group[better]
 
 
 def measured(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConflictError
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
@@ -288,18 +288,16 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 def _check_params(p: Values) -> None:
     """Refuses ratings without a column of them, and a number in place of a user."""
     if not (p["ratingCol"] or p["implicitPrefs"]):
-        raise ConfigError(
+        raise ConflictError(
             "ratingCol is '', and without implicitPrefs the ratings are what is learned",
             hint="name the column, or set implicitPrefs=True",
             param="ratingCol",
-            code="ST-CLASH",
         )
     if p["nullPolicy"] == "fill":
-        raise ConfigError(
+        raise ConflictError(
             "nullPolicy is 'fill', and no number stands for a user",
             hint="set nullPolicy='drop', or fill features before",
             param="nullPolicy",
-            code="ST-CLASH",
         )
 
 

@@ -55,7 +55,8 @@ def learn_pairs(dataset: DataFrame, columns: PairColumns, *, implicit: bool, mar
         ConfigError: A column has two roles.
     """
     names = ColumnNames.of(dataset)
-    if repeated := names.repeated(columns.with_rating):
+    repeated = names.repeated(columns.with_rating)
+    if repeated:
         raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
     check_numbers(names, columns.with_rating[2:])
     complete = dataset.where(columns.complete(names))  # The ranks refuse other rows, or leave them out.

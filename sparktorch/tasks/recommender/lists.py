@@ -49,7 +49,7 @@ class Vectors:
         return pa.table({"id": self.ids, "features": pa.chunked_array(lists, pa.list_(pa.float32()))})
 
 
-def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, other: str) -> DataFrame:
+def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, candidate_name: str) -> DataFrame:
     """Returns the `count` best candidates of each row, as Spark's ALS does.
 
     Args:
@@ -57,7 +57,7 @@ def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, oth
         candidates: Whom to choose from.
         count: Length of the lists; shorter are those of rows that have fewer candidates.
         name: Name of the column of ids.
-        other: Name of the candidates' ids.
+        candidate_name: Name of the candidates' ids.
     """
     sent = send(rows.sparkSession, candidates)
 
@@ -68,16 +68,16 @@ def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, oth
         for batch in batches:
             if batch.num_rows:
                 yield pa.RecordBatch.from_arrays(
-                    [batch.column(0), _lists(batch, vectors, count, other)], names=[name, "recommendations"]
+                    [batch.column(0), _lists(batch, vectors, count, candidate_name)], names=[name, "recommendations"]
                 )
 
     kinds = rows.schema
-    item = f"struct<{quoted_name(other)}: {_sql(candidates.ids.type)}, rating: float>"
+    item = f"struct<{quoted_name(candidate_name)}: {_sql(candidates.ids.type)}, rating: float>"
     schema = f"{quoted_name(name)} {kinds['id'].dataType.simpleString()}, recommendations array<{item}>"
     return rows.mapInArrow(best, schema)
 
 
-def _lists(batch: pa.RecordBatch, candidates: Vectors, count: int, other: str) -> pa.Array:
+def _lists(batch: pa.RecordBatch, candidates: Vectors, count: int, candidate_name: str) -> pa.Array:
     """Returns the list of structs of each row of a batch."""
     row_vectors = torch.tensor(batch.column(1).flatten().to_numpy()).view(batch.num_rows, -1)
     candidate_vectors = torch.from_numpy(candidates.values).T
@@ -88,13 +88,15 @@ def _lists(batch: pa.RecordBatch, candidates: Vectors, count: int, other: str) -
         scores = row_vectors[first : first + size] @ candidate_vectors
         if left_out is not None:
             rows, columns = left_out
-            within = slice(*np.searchsorted(rows, [first, first + size]))
-            scores[rows[within] - first, columns[within]] = NOTHING
+            entries = slice(*np.searchsorted(rows, [first, first + size]))
+            scores[rows[entries] - first, columns[entries]] = NOTHING
         blocks.append(top_k(scores, count))
     ratings, indices = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     is_candidate = ratings > NOTHING
     ids = candidates.ids.take(pa.array(indices[is_candidate].numpy()))
-    structs = pa.StructArray.from_arrays([ids, pa.array(ratings[is_candidate].numpy())], names=[other, "rating"])
+    structs = pa.StructArray.from_arrays(
+        [ids, pa.array(ratings[is_candidate].numpy())], names=[candidate_name, "rating"]
+    )
     ends = torch.cat([torch.zeros(1, dtype=torch.int32), is_candidate.sum(1).cumsum(0).int()])
     return pa.ListArray.from_arrays(pa.array(ends.numpy()), structs)
 

@@ -99,7 +99,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
     @property
     def userFactors(self) -> DataFrame:
         """The columns `id` and `features`, an array of floats: a user's vector, then bias and constant, then 1."""
-        return frame_of_rows(session_of(None), self._of("user").table())
+        return frame_of_rows(session_of(None), self._vectors_of("user").table())
 
     @property
     def itemFactors(self) -> DataFrame:
@@ -107,7 +107,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
 
         Its product with the features of a user is the prediction.
         """
-        return frame_of_rows(session_of(None), self._of("item").table())
+        return frame_of_rows(session_of(None), self._vectors_of("item").table())
 
     def predict(self, value: Any) -> float | None:
         """Predicts one pair in this process, without a Spark job: a `Row` or dict by the names of the columns."""
@@ -153,17 +153,17 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
         return ranking_metrics(lists, user, item, k)
 
     def _recommended(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
-        other = "item" if side == "user" else "user"
+        opposite = "item" if side == "user" else "user"
         at_least("numItems" if side == "user" else "numUsers", count, 1)
-        vectors = self._of(side)
+        vectors = self._vectors_of(side)
         rows = frame_of_rows(session_of(dataset), vectors.table())
         if dataset is not None:
             rows = rows.join(self._pairs(dataset, side).distinct().toDF("id"), "id", "left_semi")
         if exclude is not None:
-            seen = self._pairs(exclude, side, other).groupBy(F.col("one").alias("id"))
+            seen = self._pairs(exclude, side, opposite).groupBy(F.col("one").alias("id"))
             rows = rows.join(seen.agg(F.collect_set("other").alias("seen")), "id", "left")
-        names = [self.getOrDefault(f"{of}Col") for of in (side, other)]
-        return recommended(rows, self._of(other), count, *names)
+        names = [self.getOrDefault(f"{kind}Col") for kind in (side, opposite)]
+        return recommended(rows, self._vectors_of(opposite), count, *names)
 
     def _pairs(self, dataset: DataFrame, *sides: str) -> DataFrame:
         """Returns the ids in columns of a dataset as `one` and `other`, cast to the types of the known ones."""
@@ -175,7 +175,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
         return rows.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
 
     @torch.no_grad()
-    def _of(self, side: str) -> Vectors:
+    def _vectors_of(self, side: str) -> Vectors:
         """Returns the vectors of all users, or items, with biases folded in."""
         if side not in self._vectors:
             module, pairs = self.module, self.trained.preprocess
@@ -186,9 +186,9 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
                 torch.arange(len(index.ids)), torch.from_numpy(index.features)
             )
             bias, ones = module.scale * vectors[:, -1:], torch.ones(len(vectors), 1)
-            rest = [bias + module.mean, ones] if side == "user" else [ones, bias]
+            constants = [bias + module.mean, ones] if side == "user" else [ones, bias]
             scale = module.scale if side == "user" else 1.0
-            folded = torch.cat([scale * vectors[:, :-1], *rest], dim=1).numpy()
+            folded = torch.cat([scale * vectors[:, :-1], *constants], dim=1).numpy()
             self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
         return self._vectors[side]
 

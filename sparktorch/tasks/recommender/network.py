@@ -50,8 +50,8 @@ class IdIndex:
 
     def _keys(self, ids: pa.Array) -> npt.NDArray[Any]:
         if pa.types.is_integer(self.ids.type):
-            whole: npt.NDArray[Any] = ids.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
-            return whole
+            numbers: npt.NDArray[Any] = ids.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+            return numbers
         texts = ids.cast(pa.string()).fill_null("").to_numpy(zero_copy_only=False)
         return pd.util.hash_array(texts.astype(object), categorize=False)
 
@@ -69,10 +69,10 @@ class IdIndex:
     def features_of(self, indices: Int64, columns: Mapping[str, Any]) -> npt.NDArray[np.float32]:
         """Returns the features of indices, of shape `(*indices.shape, features)`; those of unknown ids by `columns`."""
         features = self.features[indices]
-        new = (indices if indices.ndim == 1 else indices[:, 0]) < 0
-        if self._names and new.any():
-            rows = np.stack([np.asarray(columns[name])[new] for name in self._names], axis=1)
-            (features if indices.ndim == 1 else features[:, 0])[new] = self._standardised(rows)
+        is_new = (indices if indices.ndim == 1 else indices[:, 0]) < 0
+        if self._names and is_new.any():
+            rows = np.stack([np.asarray(columns[name])[is_new] for name in self._names], axis=1)
+            (features if indices.ndim == 1 else features[:, 0])[is_new] = self._standardised(rows)
         return features
 
 
@@ -305,6 +305,6 @@ class PairLoss:
         """Returns the mean of each group, weighted as `confidence`."""
         group = torch.arange(len(sizes)).repeat_interleave(sizes).to(losses.device)
         weights = torch.ones_like(losses) if ratings is None else (1 + self.alpha * ratings.log1p()) * (ratings > 0)
-        both = torch.stack([losses * weights, weights], 1)
-        total, weight = losses.new_zeros(len(sizes), 2).index_add(0, group, both).unbind(1)
+        weighted = torch.stack([losses * weights, weights], 1)
+        total, weight = losses.new_zeros(len(sizes), 2).index_add(0, group, weighted).unbind(1)
         return total / weight.clamp(min=torch.finfo(weight.dtype).tiny)

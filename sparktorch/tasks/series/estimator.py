@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path, is_object
 from sparktorch.data.columns import Window
-from sparktorch.errors import ColumnError, ConfigError, counted
+from sparktorch.errors import ColumnError, ConfigError, ConflictError, counted
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
@@ -107,10 +107,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
         check_windows(p)
         _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
-        if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
+        clash = next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None)
+        if clash is not None:
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
             raise ConfigError(
-                f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
+                f"column {clash!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
             )
         scaling = None if p["scaling"] == "none" else "window"
         training: dict[str, Any] = {"inputCols": [name for name, columns in _inputs(p).items() if columns]}
@@ -306,33 +307,28 @@ def _check_training(p: Values) -> None:
     if p["season"] is not None and p["season"] < 1:
         raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-CLASH")
     if p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")):
-        raise ConfigError(
-            "loss is set, and quantiles have a loss of their own",
-            hint="leave one of them out",
-            param="loss",
-            code="ST-CLASH",
+        raise ConflictError(
+            "loss is set, and quantiles have a loss of their own", hint="leave one of them out", param="loss"
         )
     if p["nullPolicy"] == "fill":
-        raise ConfigError(
+        raise ConflictError(
             "nullPolicy is 'fill', and what stands for a null depends on its series",
             hint="fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
             param="nullPolicy",
-            code="ST-CLASH",
         )
     if p.brings_its_training:
-        raise ConfigError(
+        raise ConflictError(
             "module is a LightningModule, whose training_step takes batches of its own",
             hint="pass its network, which is called as forward(past, ...)",
             param="module",
-            code="ST-CLASH",
         )
 
 
 def _check_kept(p: Values, trained: TrainedModule) -> None:
     """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
     model = Values(p["module"])
-    had = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
-    for name, value in had.items():
+    saved = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
+    for name, value in saved.items():
         if p[name] != value and not (name == "context" and p[name] is None):
             what = f"{name} is {p[name]!r}, and {value!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)

@@ -85,8 +85,7 @@ def summary_of(predictions: DataFrame, prediction: str, quantiles: dict[float, s
         "naiveScaledErrorByStep": F.avg(naive / F.col("scale")),
     }
     rows = predictions.groupBy("step").agg(
-        F.count(F.lit(1)).alias("rows"),
-        *[value.alias(name) for name, value in by_step.items()],
+        F.count(F.lit(1)).alias("rows"), *[value.alias(name) for name, value in by_step.items()]
     )
     steps = sorted(rows.collect(), key=lambda row: row["step"])
     what = "no series has rows enough for a forecast and the rows to compare with"

@@ -235,7 +235,8 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
 
     def present(rows: slice, names: Sequence[str]) -> Floats:
         values = np.column_stack([series.values[name][rows] for name in names])
-        if (missing := np.argwhere(~np.isfinite(values))).size:
+        missing = np.argwhere(~np.isfinite(values))
+        if missing.size:
             row, column = missing[0].tolist()
             time = order[rows.start + row].as_py()
             refuse(f"has no number in column {names[column]!r} where {columns.order} is {time}", names[column])
@@ -275,16 +276,16 @@ def _naive(target: Floats, steps: Steps, origin: int, horizon: int, season: int)
 
     What is a season before is found by its time: rows may be missing before the context.
     """
-    times, back = steps.counts[:origin], steps.step * season
+    times, season_length = steps.counts[:origin], steps.step * season
 
-    def at(counts: npt.NDArray[np.int64]) -> Floats:
+    def values_at(counts: npt.NDArray[np.int64]) -> Floats:
         positions = np.searchsorted(times, counts).clip(max=origin - 1)
         return np.where(times[positions] == counts, target[positions], np.nan)
 
-    errors = np.abs(target[:origin] - at(times - back))
+    errors = np.abs(target[:origin] - values_at(times - season_length))
     errors = errors[np.isfinite(errors)]
-    ahead = steps.counts[origin : origin + horizon] - back * (1 + np.arange(horizon) // season)
-    return float(errors.mean()) if len(errors) else np.nan, at(ahead)
+    ahead = steps.counts[origin : origin + horizon] - season_length * (1 + np.arange(horizon) // season)
+    return float(errors.mean()) if len(errors) else np.nan, values_at(ahead)
 
 
 def _scored(

@@ -48,7 +48,8 @@ def learn_series(dataset: DataFrame, names: ColumnNames, p: Values, *, starts_fr
         ConfigError: A column has two roles.
     """
     columns = _numbers_and_categories(p)
-    if repeated := names.repeated([*(p[name] for name in ("groupCol", "orderCol") if p[name]), *columns]):
+    repeated = names.repeated([*(p[name] for name in ("groupCol", "orderCol") if p[name]), *columns])
+    if repeated:
         hint = "name it once: the target's past and what is known ahead are seen in the context, too"
         raise ConfigError(f"column {repeated!r} is named twice", hint=hint)
     texts = check_columns(dataset, names, p)

@@ -12,7 +12,7 @@ from pyspark.sql import types as T
 
 from sparktorch.base.config import at_least
 from sparktorch.data.columns import input_name
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError, ConfigError, ConflictError
 from sparktorch.ml.fit.checks import check_outputs, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.refusals import check_set
@@ -130,8 +130,8 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
             at_least(name, value, 1)
         columns = self.columns
         quantiles = dict(zip(columns.quantiles, columns_of_quantiles(columns), strict=True))
-        asked = Backtest(origins=origins, stride=stride, season=season)
-        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), asked), columns.prediction, quantiles)
+        backtest = Backtest(origins=origins, stride=stride, season=season)
+        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), backtest), columns.prediction, quantiles)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         return self.forecast(dataset)
@@ -198,8 +198,8 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
     numbers = {name: names.column(name).cast("double") for name in columns.numbers}
-    read = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
-    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(read)))
+    sources = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
+    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(sources)))
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
 
@@ -227,11 +227,10 @@ def _check_forecast(p: Values) -> None:
     """Refuses a forecast without a context."""
     check_set(p, "context", "set it to some seasons' rows")
     if p["handleInvalid"] == "keep":
-        raise ConfigError(
+        raise ConflictError(
             "handleInvalid is 'keep', and a series without a context has no times to forecast",
             hint="set 'skip', which leaves it out, or 'error'",
             param="handleInvalid",
-            code="ST-CLASH",
         )
 
 

@@ -86,8 +86,8 @@ class SeriesModule(nn.Module):
             "quantiles": list(quantiles),
             **({} if season is None else {"season": season}),
         }
-        takes = inspect.signature(made_by).parameters
-        self.module = made_by(**{**{name: value for name, value in arguments.items() if name in takes}, **params})
+        parameters = inspect.signature(made_by).parameters
+        self.module = made_by(**{**{name: value for name, value in arguments.items() if name in parameters}, **params})
 
     def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Returns forecasts, float32 of shape `(samples, horizon)`, or `(samples, horizon, quantiles)`.
@@ -125,7 +125,7 @@ class SeriesModule(nn.Module):
         columns = _standardised(static, self.static)
         numbers = [column for column, values in zip(columns, self.categories, strict=True) if values is None]
         indices = [index for index, values in enumerate(self.categories) if values is not None]
-        vectors = [self.embeddings[at](static[:, index].long()) for at, index in enumerate(indices)]
+        vectors = [self.embeddings[position](static[:, index].long()) for position, index in enumerate(indices)]
         return torch.cat([*numbers, *vectors], 1)
 
 
@@ -139,10 +139,10 @@ def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -
     if scaling is None:
         return torch.zeros_like(first), torch.ones_like(first)
     # Of large numbers that differ little, a mean of squares would have no digits left: so the first one is subtracted.
-    rest = target - first
-    deviation = rest.std(1, correction=0, keepdim=True)
+    centred = target - first
+    deviation = centred.std(1, correction=0, keepdim=True)
     flat = torch.where(first != 0, first.abs(), constant)
-    return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, flat)
+    return first + centred.mean(1, keepdim=True), torch.where(deviation > 0, deviation, flat)
 
 
 def _standardised(values: torch.Tensor, figures: Figures) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ class SeriesPyFunc:
         for name, categories in columns.vocabulary.items():
             values[name] = _typed(rows[name], name, pa.array(categories).type if categories else pa.string())
         batch = pa.RecordBatch.from_pydict({**keys, **{name: values[name] for name in columns.inputs}})
-        tables = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
+        tables = [forecasts.to_pandas() for forecasts in forecast([batch], columns, self._scorer)]
         names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
@@ -107,8 +107,8 @@ def series_signature(columns: SeriesColumns) -> ModelSignature:
     from mlflow.types.schema import AnyType
 
     inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.inputs)]
-    made = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
-    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *made]))
+    added = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
+    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *added]))
 
 
 def series_example(columns: SeriesColumns) -> pd.DataFrame:

@@ -100,11 +100,12 @@ def _last(rows: DataFrame, most: int) -> list[npt.NDArray[Any]]:
 def _last_of_some(rows: DataFrame, least: int, most: int) -> list[npt.NDArray[Any]]:
     """Returns the last values of each of some series, which have `least` rows or more."""
     long = rows.groupBy("series").count().where(F.col("count") >= least)
-    some = long.orderBy(F.xxhash64("series"), "series").limit(_SERIES).select("series")
+    sample = long.orderBy(F.xxhash64("series"), "series").limit(_SERIES).select("series")
     back = F.row_number().over(Window.partitionBy("series").orderBy(F.desc("time")))
-    of_some = rows.join(F.broadcast(some), "series")
-    latest = of_some.select(F.xxhash64("series").alias("of"), back.alias("back"), "value").where(F.col("back") <= most)
+    of_sample = rows.join(F.broadcast(sample), "series")
+    keyed = of_sample.select(F.xxhash64("series").alias("of"), back.alias("back"), "value")
+    latest = keyed.where(F.col("back") <= most)
     table = table_of(latest)
-    of, indices, values = (table[name].to_numpy() for name in ("of", "back", "value"))
-    order = np.lexsort((-indices, of))
-    return np.split(values[order], np.flatnonzero(np.diff(of[order])) + 1)
+    series, indices, values = (table[name].to_numpy() for name in ("of", "back", "value"))
+    order = np.lexsort((-indices, series))
+    return np.split(values[order], np.flatnonzero(np.diff(series[order])) + 1)

@@ -87,8 +87,8 @@ class SeasonalForecast(nn.Module):
         steps = torch.arange(max(self.season, self.horizon), dtype=past.dtype, device=past.device)
         deviations = rows - means - (slope * (steps[: self.season] - (self.season - 1) / 2)).unsqueeze(1)
         profile = (deviations * (self.season_weights + self.season_changes).view(1, -1, 1)).sum(1)
-        rest = (rows - profile.unsqueeze(1)).flatten(1)
-        level = rest @ (self.value_weights + self.value_changes)
+        residuals = (rows - profile.unsqueeze(1)).flatten(1)
+        level = residuals @ (self.value_weights + self.value_changes)
         trend = slope * (steps[: self.horizon] + 1) * (self.slope + self.slope_weight)
         forecast = self._repeated(profile) + trend + level.unsqueeze(1) + last
         if correction is None:

@@ -91,10 +91,10 @@ def categories_and_figures(
     count = F.when(F.col("position") < limited, most).when(F.col("hash").isNull(), labels).otherwise(largest)
     limited_values = ranked.where(F.col("rank") <= count).withColumn("size", F.count(F.lit(1)).over(of_column))
     # Of a column that has left values out, only the distribution is taken, for which fewer are enough.
-    needed = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
+    is_collected = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
-        collected = limited_values.where(needed).select("*", squares).drop("batches").collect()
+        collected = limited_values.where(is_collected).select("*", squares).drop("batches").collect()
     except Exception as error:
         missing = missing_module(str(error))
         if missing is None:
@@ -105,13 +105,13 @@ def categories_and_figures(
     counts: list[dict[float, int]] = [{} for _ in numbers]
     sizes = [0] * len(numbers)
     for row in sorted(collected, key=lambda row: (row["position"], row["rank"])):
-        position, rest = row["position"], (row["smallest"], row["largest"])
+        position, bounds = row["position"], (row["smallest"], row["largest"])
         if position < len(texts):
             values[position][row["value"]] = row["rows"]
         elif position < len(positions):
-            varies = rest[0] < rest[1]  # What rounding leaves of equal numbers is no deviation.
+            varies = bounds[0] < bounds[1]  # What rounding leaves of equal numbers is no deviation.
             deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
-            figures[position - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
+            figures[position - len(texts)] = Figures(row["rows"], row["mean"], deviation, *bounds)
         else:
             counts[position - len(positions)][float(row["value"])] = row["rows"]
             sizes[position - len(positions)] = row["size"]
@@ -128,8 +128,8 @@ def rounded(value: float | None) -> float:
 
 def _with_batch(squares: Column, batch: Column) -> Column:
     """Returns the sum of squared differences from the mean of a group, with those of one more batch of it."""
-    apart = batch["mean"] - F.col("mean")
-    return squares + batch["squares"] + batch["rows"] * apart * apart
+    difference = batch["mean"] - F.col("mean")
+    return squares + batch["squares"] + batch["rows"] * difference * difference
 
 
 def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequence[int]) -> Iterator[pa.RecordBatch]:
@@ -155,10 +155,12 @@ def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequenc
                 squares = np.square(values - mean).sum()
                 figures.append((position, None, len(values), mean, squares, values.min(), values.max(), None))
         if figures:
-            arrays = [pa.array(of, kind) for of, kind in zip(zip(*figures, strict=True), _SCHEMA.types, strict=True)]
+            by_column = zip(zip(*figures, strict=True), _SCHEMA.types, strict=True)
+            arrays = [pa.array(values, kind) for values, kind in by_column]
             yield pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
-    for position, of in enumerate(distinct_values, columns):
-        yield _batch(position, pa.array(of.values).cast(pa.string()), pa.array(of.counts), pa.array(of.hashes))
+    for position, distribution in enumerate(distinct_values, columns):
+        texts = pa.array(distribution.values).cast(pa.string())
+        yield _batch(position, texts, pa.array(distribution.counts), pa.array(distribution.hashes))
 
 
 def _batch(position: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:

@@ -204,10 +204,9 @@ class LearningEstimator(TorchEstimatorBase[Any]):
     def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns that tell rows apart: inputs and label."""
         p = Values(self)
-        return [
-            *(p["inputCols"] or [self.getFeaturesCol()]),
-            *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
-        ]
+        inputs = p["inputCols"] or [self.getFeaturesCol()]
+        label = [p["labelCol"]] if p["labelCol"] else []
+        return [*inputs, *(p["labelCols"] or label)]
 
     def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
@@ -245,19 +244,19 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         assert self._sample is not None
         p, sample = Values(self.completed()), self._sample
         steps, patience = -(-sample.trained // p["batchSize"]), p["earlyStoppingPatience"]
-        said = [
+        parts = [
             f"batchSize {p['batchSize']:,}, learningRate {p['learningRate']:g}",
             f"{'' if patience is None else 'at most '}{p['epochs']:,} epochs of {counted(steps, 'step', 'steps')}",
             f"{sample.trained:,} {self._unit} train",
         ]
         if self._marks:
-            said.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
+            parts.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
         elif patience is None:
             why = f" ({self._why_none_are_held_out})" if Values(self)["validationFraction"] else ""
-            said.append(f"none are held out{why}")
+            parts.append(f"none are held out{why}")
         if patience is not None:
-            said.append(f"the training ends after {patience} validations without a better one")
-        return ", ".join(said)
+            parts.append(f"the training ends after {patience} validations without a better one")
+        return ", ".join(parts)
 
     @property
     def _why_none_are_held_out(self) -> str:
@@ -300,7 +299,8 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         estimator._sample, estimator._marks, estimator._learned = other._sample, other._marks, other._learned
         if estimator._marks and not self.isSet("validationIndicatorCol"):
             estimator._set(validationIndicatorCol=estimator._marks)
-        if differing := estimator._differing(other):
+        differing = estimator._differing(other)
+        if differing:
             raise needs_other_rows(differing)
         return estimator
 
@@ -322,11 +322,11 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         Settings that change what is learned of the rows, or which of them are held out, are fitted one by one.
         """
         copies = [self.copy(params) for params in paramMaps]
-        learning = next((one for one in copies if one._learns), None)
+        learning = next((estimator for estimator in copies if estimator._learns), None)
         if isinstance(dataset, PreparedData) or self._has_learned or learning is None:
             return super().fitMultiple(dataset, paramMaps)
         changes = {*self._learns_from, "validationFraction"}
-        differ = any(one._holds_out != learning._holds_out for one in copies)
+        differ = any(estimator._holds_out != learning._holds_out for estimator in copies)
         if differ or any(param.name in changes for params in paramMaps for param in params):
             return Estimator.fitMultiple(self, dataset, paramMaps)
         estimator, rows = learning._learn_from(dataframe_of(dataset, "fit"))

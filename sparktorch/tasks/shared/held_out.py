@@ -75,8 +75,8 @@ def windows_held_out(
 
 def free_name(names: ColumnNames, name: str = "_held_out") -> str:
     """Returns a name that no column has."""
-    taken = {name.lower() for name in names.schema.names}
-    while name in taken:
+    existing = {name.lower() for name in names.schema.names}
+    while name in existing:
         name = f"_{name}"
     return name
 

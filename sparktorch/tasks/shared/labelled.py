@@ -58,7 +58,8 @@ class LabelledEstimator(LearningEstimator):
 
     def completed(self) -> Self:
         """Returns the estimator, or a copy with a number for each Param that is "auto"."""
-        if (classes := Values(self)["numLabels"]) is not None:
+        classes = Values(self)["numLabels"]
+        if classes is not None:
             at_least("numLabels", classes, 2)
         return super().completed()
 
@@ -69,12 +70,14 @@ class LabelledEstimator(LearningEstimator):
         if p["validationIndicatorCol"]:
             marks = F.coalesce(names.column(p["validationIndicatorCol"]), F.lit(False))
         label = F.lit(None).cast("double")
-        if numeric := isinstance(names.type_of(column), NUMERIC):
+        numeric = isinstance(names.type_of(column), NUMERIC)
+        if numeric:
             label = names.column(column).cast("double")
         finite = F.when(F.abs(label) < float("inf"), label)  # NaN is larger.
         counts = (F.count(F.when(~marks, 1)), F.count(F.when(marks, 1)))
         ((trained, held_out, smallest, largest),) = dataset.agg(*counts, F.min(finite), F.max(finite)).collect()
-        check_rows(trained + held_out * bool(self._marks))
+        # Rows that the user has marked do not train; those that the estimator would hold out may.
+        check_rows(trained + held_out if self._marks else trained)
         if not numeric or smallest is None:
             return LearnedOfLabels(trained, held_out, 0)
         if smallest < 0:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparktorch.adapters.huggingface.folder import classifier_in, config_in, has_new_weights
 from sparktorch.adapters.huggingface.preprocess import FromFolder
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConflictError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.refusals import check_set
 from sparktorch.ml.fit.values import Values
@@ -79,8 +79,9 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
         if not self.isDefined("numLabels"):
             classes = max(classes, getattr(config_in(folder), "num_labels", 2))
         params = classifier_in(folder, self._auto, classes)
-        made = self._preprocess_of(folder, params)
-        return super().completed().copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
+        preprocess = self._preprocess_of(folder, params)
+        values = {"modelFolder": folder, "module": folder, "moduleParams": params, "preprocess": preprocess}
+        return super().completed().copy()._set(**values)
 
     def _check_params(self) -> None:
         """Refuses Params that the estimator sets itself, and those that contradict each other."""
@@ -93,20 +94,18 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
                     f"{name} is set, which the estimator chooses itself",
                     "leave it out, or use TorchClassifier",
                 )
-                raise ConfigError(what, hint=hint, param=name, code="ST-CLASH")
+                raise ConflictError(what, hint=hint, param=name)
         if p["nullPolicy"] == "fill":
-            raise ConfigError(
+            raise ConflictError(
                 "nullPolicy is 'fill', and fillValue stands for no text and for no image",
                 hint="'drop' leaves out rows without one; or replace them before fit",
                 param="nullPolicy",
-                code="ST-CLASH",
             )
         if p.is_set("inputShapes") and p["modelFolder"] is not None:
-            raise ConfigError(
+            raise ConflictError(
                 "inputShapes is set, and what is in modelFolder says the size of its inputs",
                 hint="leave it out; the folder's preprocessor_config.json has the size",
                 param="inputShapes",
-                code="ST-CLASH",
             )
 
     @abstractmethod

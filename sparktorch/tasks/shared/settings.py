@@ -116,7 +116,8 @@ def automatic_settings(
     set, and `least_batch` the fewest rows that all workers can share.
     """
     rows = max(1, rows // workers)
-    batch = batch_size or max(_batch(rows, task), _power(least_batch))
+    least_power = 1 << max(0, least_batch - 1).bit_length()  # It is the smallest power of two that is no less.
+    batch = batch_size or max(_batch(rows, task), least_power)
     steps = -(-rows // batch)
     least_epochs = -(-task.least_steps // steps)
     unit, interval = "epoch", -(-_SHORTEST_BETWEEN // steps)
@@ -147,10 +148,5 @@ def automatic_settings(
 
 def _batch(rows: int, task: TaskSettings) -> int:
     """Returns the power of two nearest to the rows of a step, within the task's bounds."""
-    wanted: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
-    return min(max(wanted, task.smallest_batch), task.largest_batch)
-
-
-def _power(rows: int) -> int:
-    """Returns the smallest power of two that is no less."""
-    return 1 << max(0, rows - 1).bit_length()
+    nearest: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
+    return min(max(nearest, task.smallest_batch), task.largest_batch)

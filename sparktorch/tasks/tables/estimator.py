@@ -94,8 +94,8 @@ class TabularEstimator(LearningEstimator):
             return estimator
         made_by = load_object(module) if isinstance(module, str) else module
         built = isinstance(made_by, nn.Module | TorchModelBase)
-        takes = () if built else inspect.signature(made_by).parameters
-        params = {name: value for name, value in self._network.items() if name in takes} | self.getModuleParams()
+        parameters = () if built else inspect.signature(made_by).parameters
+        params = {name: value for name, value in self._network.items() if name in parameters} | self.getModuleParams()
         estimator._set(inputCols=self._learned.inputs, preprocess=self._learned.table, moduleParams=params)
         if is_object(Values(estimator).source, TableNetwork):
             estimator._set(**self._optimizer(self._learned))

@@ -85,14 +85,14 @@ def kinds_of_columns(params: TableParams, names: ColumnNames) -> Kinds:
     free = [name for name in names.schema.names if name not in with_role and not DRAWN.search(name)]
     named = _by_column(names, [*(params.categorical or ()), *(params.numeric or ())])
     inputs = _by_column(names, params.inputs or ())
-    rest = [name for column, name in (inputs or _by_column(names, free)).items() if column not in named]
-    numbers = [name for name in rest if is_number(names.type_of(name))]
+    free_names = [name for column, name in (inputs or _by_column(names, free)).items() if column not in named]
+    numbers = [name for name in free_names if is_number(names.type_of(name))]
     numeric = numbers if params.numeric is None else params.numeric
-    others = [name for name in rest if name not in numbers]
-    others = others if params.categorical is None else params.categorical
-    _check_inputs(params, names, named, inputs, [*numeric, *others])
+    categorical_names = [name for name in free_names if name not in numbers]
+    categorical_names = categorical_names if params.categorical is None else params.categorical
+    _check_inputs(params, names, named, inputs, [*numeric, *categorical_names])
     kinds = Kinds([], {}, numeric)
-    for name in others:
+    for name in categorical_names:
         kind = names.type_of(name)
         if isinstance(kind, _TIMES):
             kinds.times[name] = ["month", "weekday", *([] if isinstance(kind, T.DateType) else ["hour"])]
@@ -110,7 +110,11 @@ def kinds_of_columns(params: TableParams, names: ColumnNames) -> Kinds:
 
 
 def _check_inputs(
-    params: TableParams, names: ColumnNames, named: Mapping[str, str], inputs: Mapping[str, str], used: Sequence[str]
+    params: TableParams,
+    names: ColumnNames,
+    named: Mapping[str, str],
+    inputs: Mapping[str, str],
+    used_names: Sequence[str],
 ) -> None:
     """Refuses inputs that one Param names and another leaves out, and the label among them."""
     outside = [name for column, name in named.items() if inputs and column not in inputs]
@@ -124,7 +128,7 @@ def _check_inputs(
         name = min(labels)
         hint = "leave it out: a model would only repeat it"
         raise ColumnError(f"the label {name!r} is among the input columns", hint=hint, column=name)
-    columns = _by_column(names, used)
+    columns = _by_column(names, used_names)
     unused = [name for column, name in inputs.items() if column not in columns]
     if unused:
         name = min(unused)
@@ -137,9 +141,9 @@ def _check_inputs(
 
 def ordered(params: TableParams, names: ColumnNames, kinds: Kinds) -> list[str]:
     """Returns the input columns in the order of `inputCols`, or of the table."""
-    taken = {*kinds.categorical, *kinds.times, *kinds.numeric}
+    input_names = {*kinds.categorical, *kinds.times, *kinds.numeric}
     order = [*(params.inputs or names.schema.names), *(params.categorical or ()), *(params.numeric or ())]
-    return [name for name in dict.fromkeys(order) if name in taken]
+    return [name for name in dict.fromkeys(order) if name in input_names]
 
 
 def _by_column(names: ColumnNames, called: Iterable[str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ class NumberEmbedding(nn.Module):
         """Takes the ascending edges of each column's bins, and the size of the vectors."""
         super().__init__()
         self.edges = edges
-        bins = max(1, *(len(of) - 1 for of in edges))
+        bins = max(1, *(len(column_edges) - 1 for column_edges in edges))
         self.register_buffer("factors", torch.empty(len(edges), 1, bins))
         self.register_buffer("offsets", torch.empty(len(edges), 1, bins))
         self.pieces = nn.Parameter(torch.empty(len(edges), bins, width))
@@ -43,8 +43,8 @@ class NumberEmbedding(nn.Module):
         with torch.no_grad():
             self.factors.zero_()
             self.offsets.zero_()
-            for column, of in enumerate(self.edges):
-                values = torch.tensor(of, dtype=torch.float64, device=self.factors.device)
+            for column, column_edges in enumerate(self.edges):
+                values = torch.tensor(column_edges, dtype=torch.float64, device=self.factors.device)
                 factors = 1.0 / values.diff()
                 self.factors[column, 0, : len(factors)] = factors
                 self.offsets[column, 0, : len(factors)] = -values[:-1] * factors

@@ -73,10 +73,10 @@ class TableColumns:
             instants = columns[name].cast(pa.timestamp("us"))
             indices += [category_indices(_PARTS[part][0](instants), _PARTS[part][1]) for part in parts]
         rows = len(next(iter(columns.values())))
-        values = _beside([as_doubles(columns[name]) for name in self.numbers], rows, np.float64).numpy()
+        values = _stacked([as_doubles(columns[name]) for name in self.numbers], rows, np.float64).numpy()
         numbers = [*_scaled(values, list(self.numbers.values()), self.bound).T]
         numbers += [pc.is_null(columns[name], nan_is_null=True).to_numpy(zero_copy_only=False) for name in self.missing]
-        return {"categories": _beside(indices, rows, np.int64), "numbers": _beside(numbers, rows, np.float32)}
+        return {"categories": _stacked(indices, rows, np.int64), "numbers": _stacked(numbers, rows, np.float32)}
 
 
 def _scaled(
@@ -102,7 +102,7 @@ def scaled_edges(edges: npt.NDArray[np.float64], centre_and_scale: Sequence[floa
     return scaled.tolist() if len(scaled) > 1 else [0.0, 1.0]
 
 
-def _beside(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch.Tensor:
+def _stacked(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch.Tensor:
     """Returns columns as one tensor of shape `(rows, columns)`."""
     array = np.empty((rows, len(columns)), dtype)
     for index, column in enumerate(columns):

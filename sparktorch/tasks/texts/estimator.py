@@ -75,11 +75,11 @@ class TextClassifier(FolderClassifier, TextClassifierParams):
         at_least("maxLength", length, 1)
         tokens = Tokens(folder, max_length=length, arguments=names_of_arguments(model))
         tokenizer = tokens.load()
-        what = ""
+        what, size = "", getattr(config, "vocab_size", None)
         if tokenizer.pad_token_id is None:
             what = "has no padding token, which rows of several lengths need"
             hint = "set tokenizer.pad_token, such as tokenizer.eos_token, and save it in the folder"
-        elif (size := getattr(config, "vocab_size", None)) is not None and len(tokenizer) > size:
+        elif size is not None and len(tokenizer) > size:
             what = f"knows {len(tokenizer)} tokens, and the model {size}"
             hint = "are they of one model? model.resize_token_embeddings(len(tokenizer)) makes room, then save both"
         if what:

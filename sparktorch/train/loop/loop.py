@@ -116,14 +116,14 @@ def train(
             engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
-            asked = callbacks.ask_to_stop(engine.hooks.asked, partial(shared_numbers, engine))
-            if asked:
+            stops = callbacks.ask_to_stop(engine.hooks.stop_requested, partial(shared_numbers, engine))
+            if stops:
                 run.validate()
                 run.add_validations_to(record)
             progress.end_epoch(record)
             if world.is_main:
                 client.epoch_done(epoch + 1, record)
-            progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
+            progress.ended = stops or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
             run.check_clock(due=run.validation is None or run.validates_after(epoch))
             epoch += 1
             run.save(Position(run.context.step, epoch))
@@ -252,9 +252,9 @@ class _Run:
         counters = self.progress.counters
         for step in range(counters.taken, steps):
             self._client.at_step(step + 1)
-            asked = time.perf_counter()
+            began = time.perf_counter()
             batch = [next(batches)]
-            counters.waited += time.perf_counter() - asked
+            counters.waited += time.perf_counter() - began
             # While it is suspended, a generator keeps its variables. Popped, the batch is the caller's alone to free.
             yield step, batch.pop()
 
@@ -313,8 +313,8 @@ class _Run:
         config = self._config
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
-    def check_clock(self, *, due: bool = True) -> bool:
-        """Returns whether the minutes of the training are over, by the clock of rank 0.
+    def check_clock(self, *, due: bool = True) -> None:
+        """Sets `out_of_time` if the minutes of the training are over, by the clock of rank 0.
 
         It is a collective of all ranks, unless no look at the clock is `due`.
         """
@@ -323,7 +323,6 @@ class _Run:
             # Clocks of hosts differ: only rank 0's counts, so that all ranks stop after the same step.
             over = self._world.is_main and time.perf_counter() - self._began > 60.0 * minutes
             self.out_of_time = bool(max_over_ranks(torch.tensor([float(over)]), self._world))
-        return self.out_of_time
 
     def validate(self) -> None:
         """Validates and keeps the best weights; does nothing if this step has been validated already."""

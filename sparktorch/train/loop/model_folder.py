@@ -61,7 +61,7 @@ class ModelFolder:
     def __init__(self, path: str, world: World) -> None:
         """Takes an absolute path, whose last part identifies the training, and this rank's world."""
         self._path, self._token, self._world = Path(path), Path(path).name, world
-        self._new = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
+        self._temporary = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
 
     def check(self) -> None:
         """Checks that rank 0 can write, and that all ranks see it; removes what an earlier attempt has begun."""
@@ -134,7 +134,7 @@ class ModelFolder:
         if world.is_main:
             size = sum(meta.nbytes for meta in metas.values())
             index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": file_of}
-            (self._new / INDEX).write_text(json.dumps(index, indent=1))
+            (self._temporary / INDEX).write_text(json.dumps(index, indent=1))
 
     def _tensor_metas(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _TensorMeta]:
         """Returns the meta data of each tensor that any rank has, in the same order in all ranks; a collective."""
@@ -190,10 +190,10 @@ class ModelFolder:
             yield
             return
         try:
-            self._new.mkdir()
+            self._temporary.mkdir()
             yield
             try:
-                _put_in_place(self._new, self._path)
+                _put_in_place(self._temporary, self._path)
             except OSError:
                 # An earlier attempt that was lost at its end may have written the same model.
                 if not (self._path / INDEX).is_file():
@@ -206,7 +206,7 @@ class ModelFolder:
                 code="ST-MODEL-DIR",
             ) from error
         finally:
-            shutil.rmtree(self._new, ignore_errors=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         from safetensors import SafetensorError
@@ -214,29 +214,29 @@ class ModelFolder:
 
         tensors, metadata = apart(tensors), {"format": "pt"}
         try:
-            save_file(tensors, self._new / file, metadata=metadata)
+            save_file(tensors, self._temporary / file, metadata=metadata)
         except (OSError, SafetensorError):  # Mounts of object stores refuse the sparse file that it makes first.
-            (self._new / file).write_bytes(save(tensors, metadata=metadata))  # `save` holds the file twice.
+            (self._temporary / file).write_bytes(save(tensors, metadata=metadata))  # `save` holds the file twice.
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""
         sum_over_ranks(torch.zeros(1), self._world)
 
 
-def _put_in_place(new: Path, target: Path) -> None:
+def _put_in_place(temporary: Path, target: Path) -> None:
     """Renames a folder of files; where folders cannot be renamed, moves its files, and last the index that names them.
 
     An `OSError` says that it cannot, or that there is a folder of that name already.
     """
     try:
-        new.rename(target)
+        temporary.rename(target)
     except OSError as error:
         if error.errno not in _NO_FOLDER_RENAME:
             raise
         if (target / INDEX).is_file():
             raise FileExistsError(errno.EEXIST, "a model is there", str(target)) from error
         target.mkdir(exist_ok=True)  # An earlier attempt may have been lost while it moved files.
-        for file in sorted(new.iterdir(), key=lambda file: file.name == INDEX):
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == INDEX):
             file.replace(target / file.name)
 
 

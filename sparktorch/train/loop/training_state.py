@@ -102,7 +102,7 @@ class TrainingState:
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
-            "asked": self._callbacks.asked(engine.hooks.asked),
+            "asked": self._callbacks.stop_requested(engine.hooks.stop_requested),
             "module": engine.hooks.state_dict(),
             "means": engine.means.state_dict(),
             "micro_batch_size": engine.micro_batches.size if engine.micro_batches.searches else None,
@@ -174,14 +174,14 @@ class TrainingState:
 
         with store.local(manifest, needs) as directory:
             saved_names = load_tensors(directory, tensors)
-            whole = read_tensors(directory, 0, _BEST) if reads_best else {}
+            saved = read_tensors(directory, 0, _BEST) if reads_best else {}
             state = read_tensors(directory, source, source_prefix)
         forget_optimizer_state(engine.unwrapped, engine.optimizer, saved_names)
         load_buffers(engine.unwrapped, _under(_BUFFER, state))
         load_extra_state(engine.unwrapped, _under("module.", tensors))
         engine.strategy.own_state.load_state_dict(_under(_STRATEGY, state))
         shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
-        return shares or {name: value.view(shapes.get(name, value.shape)) for name, value in whole.items()}
+        return shares or {name: value.view(shapes.get(name, value.shape)) for name, value in saved.items()}
 
     def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:
         """Reads the ranks' other state, by rank: rank 0's and this rank's, or all if ranks have other parts now."""

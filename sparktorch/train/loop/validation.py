@@ -112,11 +112,11 @@ class Validation:
                 if self._shows_output:
                     self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
-        loss_sum, loss_weight_sum, weight_sum, right, losses = summed[:5].tolist()
+        loss_sum, loss_weight_sum, weight_sum, correct_weight, losses = summed[:5].tolist()
         hooks.end_validation_rows()
         measured = {"val_loss": mean_of(loss_sum, loss_weight_sum)} if losses else {}
         if self._task == "classification":
-            measured["val_accuracy"] = mean_of(right, weight_sum)
+            measured["val_accuracy"] = mean_of(correct_weight, weight_sum)
         if step is None:
             metrics = measured
         elif step.logs_validation:  # What a module logs under these names replaces what is measured here.
@@ -329,16 +329,16 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
             first = group * size % batch.rows  # A rank with fewer rows than others takes its own once more.
             with engine.strategy.shared_rows(batch.slice(first, min(first + size, batch.rows))) as rows:
                 losses = _losses(engine, config, module, rows)
-                whole = next(losses)
+                loss_of_all = next(losses)
                 if group == 0:
                     # Only a loss that is one number is compared. A pass may be a collective: every rank takes as many
                     # as the one with the most rows.
-                    is_number = isinstance(whole, torch.Tensor) and whole.dim() == 0
+                    is_number = isinstance(loss_of_all, torch.Tensor) and loss_of_all.dim() == 0
                     count = math.ceil(min(batch.rows, _CHECKED_ROWS) / size) if is_number else 0
                     groups = int(max_over_ranks(torch.tensor(count), world))
                     if groups == 0:
                         break
-                compared = [whole, *losses]
+                compared = [loss_of_all, *losses]
             if rows.rows > 1:
                 check_mean(compared, (rows.rows // 2, rows.rows - rows.rows // 2), **subject, rough=rough)
             group += 1

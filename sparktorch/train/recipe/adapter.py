@@ -82,13 +82,13 @@ class Adapter:
         """Returns the fields of a `Recipe` that make a module like an instance from plain values; `None` if none do."""
         return None
 
-    def write(self, module: Any, folder: str, labels: Sequence[str], beside: Any = None) -> None:
+    def write(self, module: Any, folder: str, labels: Sequence[str], preprocessor: Any = None) -> None:
         """Writes a module, and what prepares its inputs, as a folder that its library opens; `labels` name classes."""
         if Path(folder).is_file():
             raise PersistenceError(f"{folder} is a file", hint="name a folder, which is made if it is missing")
         module.save_pretrained(folder)
-        if beside is not None:
-            beside.save_pretrained(folder)
+        if preprocessor is not None:
+            preprocessor.save_pretrained(folder)
 
     def to_json(self, value: Any) -> dict[str, Any] | None:
         """Returns a value of a Param, such as a configuration, as JSON; `None` for any other value."""
@@ -130,10 +130,12 @@ def adapted_parts(module: nn.Module) -> dict[str, nn.Module]:
 
 def arguments(batch: Batch, plain: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with which its adapter calls a module for a batch."""
-    made: tuple[tuple[Any, ...], dict[str, Any]] = adapter_of(plain).call(
-        lambda *args, **kwargs: (args, kwargs), batch.inputs, batch.names, plain
-    )
-    return made
+
+    def taken(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    passed: tuple[tuple[Any, ...], dict[str, Any]] = adapter_of(plain).call(taken, batch.inputs, batch.names, plain)
+    return passed
 
 
 def without_caches(module: nn.Module) -> nn.Module:

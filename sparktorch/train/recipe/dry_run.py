@@ -24,6 +24,7 @@ from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean, full_precision
 from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers
 from sparktorch.train.recipe.metrics import ones_for, try_metrics
+from sparktorch.train.recipe.module_hooks import call_plainly
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import (
     align,
@@ -38,7 +39,7 @@ from sparktorch.train.recipe.task import (
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
@@ -138,7 +139,8 @@ def dry_run(
     if built is not None:
         if isinstance(built.saved, PartialWeights):
             built.saved.log_differences(built)
-        if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+        jagged = [name for name, tensor in inputs.items() if tensor.is_nested]
+        if jagged:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
     module = _with_values(recipe.build_module(seed), device) if built is None else built.module
@@ -177,7 +179,7 @@ def _with_values(module: nn.Module, device: str) -> nn.Module:
     _check_leaves(module)
     try:
         return module.to(device)
-    except NotImplementedError as error:  # torch's
+    except NotImplementedError as error:  # torch raises it for tensors on "meta".
         raise ModuleError(
             f"{type(module).__name__} has tensors on the device 'meta', without values: {error}",
             hint="make it without torch.device('meta'): with modelDir, no process ever makes the whole model",
@@ -215,16 +217,16 @@ def _tried(
         raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
     hooks = recipe.build_hooks(module, World(device=device), _STEPS)
-    training_step = hooks.training_step(lambda _, function: function()) or recipe.build_training_step()
+    training_step = hooks.training_step(call_plainly) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
-    module.eval()  # a few equal rows have no batch statistics
+    module.eval()  # A few equal rows have no batch statistics.
     output = _forward(module, inputs, batch.names)
     outputs = describe_outputs(output)
     classes = _check_classes(task, output, rows, loss)
     if label is not None and classes is not None:
-        label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
+        label = label.to(torch.int64).clamp(0, classes - 1)  # The ranks check every label.
     batch = replace(batch, label=label)
     if loss is not None:
         with unchanged_buffers(loss, f"loss {loss.name}", "loss", values=values):
@@ -303,8 +305,8 @@ def _try_loss(
     loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None, *, values: bool
 ) -> torch.Tensor:
     """Runs a loss forward and backward on a few rows, and forward on the first one and two; returns it."""
-    got = "" if label is None else f" and labels {described(label)}"
-    hint = f"the module returned {described(output)}{got}"
+    labels = "" if label is None else f" and labels {described(label)}"
+    hint = f"the module returned {described(output)}{labels}"
     if task == "classification":
         hint += "; CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row, for two classes"
     elif label is not None and not label.is_floating_point() and getattr(output, "shape", None) == label.shape:
@@ -320,16 +322,18 @@ def _try_loss(
     return total
 
 
-def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> torch.Tensor:
+def _try_step(step: TrainingStep, module: nn.Module, batch: Batch, *, values: bool) -> torch.Tensor:
     """Runs a training step forward and backward on a few rows, and forward on one and two; returns its loss."""
-    arrives = ", ".join(described(tensor) for tensor in whole.inputs)
-    got = "" if whole.label is None else f" and label {described(whole.label)}"
-    hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({arrives}){got}"
+    inputs = ", ".join(described(tensor) for tensor in batch.inputs)
+    label = "" if batch.label is None else f" and label {described(batch.label)}"
+    hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({inputs}){label}"
+
+    def of_rows(start: int, end: int) -> Any:
+        return step.per_row(module, batch.slice(start, end))[0]
+
     with refusing(f"{step.what} failed on the first row", hint, param=step.param, code="ST-LOSS"):
-        _check_rows(
-            lambda *span: step.per_row(module, whole.slice(*span))[0], step.what, step.param, hint, values=values
-        )
-        total, _ = step(module, whole)
+        _check_rows(of_rows, step.what, step.param, hint, values=values)
+        total, _ = step(module, batch)
         total.backward()  # type: ignore[no-untyped-call]
     return total
 
@@ -337,7 +341,7 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
 def _check_rows(per_row: Callable[[int, int], Any], what: str, param: str, hint: str, *, values: bool) -> None:
     """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`, and a sum."""
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")  # how torch's own losses report it
+        warnings.filterwarnings("error", message="Using a target size")  # torch's own losses report it so.
         losses = [per_row(0, rows) for rows in (1, 2)]
         if values:
             check_mean([losses[1], per_row(0, 2), losses[0], per_row(1, 2)], (1, 1), what=what, param=param)
@@ -390,7 +394,7 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             param="loss",
         )
     if output.device.type != "meta" and output.dim() == 2 and are_shares(output):
-        _log.warning(
+        _LOG.warning(
             "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that "
             "out; scoring applies one, and so does CrossEntropyLoss"
         )

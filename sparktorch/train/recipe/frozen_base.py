@@ -15,7 +15,7 @@ from sparktorch.errors import ModuleError
 
 __all__ = ["FrozenBase", "lacks_base", "load_weights", "seed_of"]
 
-_RECORD = "sparktorch.base"  # the entry of a state dict that tells which base it lacks
+_RECORD = "sparktorch.base"  # This entry of a state dict tells which base it lacks.
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class FrozenBase:
         if not state:
             return {}
         record = json.dumps({"sha256": self.digest, "seed": self.seed}).encode()
-        rest = {name: value for name, value in state.items() if name not in self.names}
-        return rest | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
+        trained = {name: value for name, value in state.items() if name not in self.names}
+        return trained | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         """Checks that training has not changed the base, in the rank that has a state dict."""

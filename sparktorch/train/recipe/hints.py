@@ -18,12 +18,12 @@ def hints_for(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
 def _dtype_hint(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
     """Returns what to do about numbers of a dtype that a layer has refused."""
     text = str(error) if isinstance(error, RuntimeError | ValueError) else ""
-    whole = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
+    has_integers = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
     floats = {tensor.dtype for tensor in inputs.values() if tensor.is_floating_point()}
     if "indices" in text:
         cast = "cast the column of indices as int or bigint, a vector by vector_to_array first"
         return _input_dtypes_hint(inputs, f"an embedding takes whole numbers: {cast}, or", "int64")
-    if whole and re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text):
+    if has_integers and re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text):
         return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
     if re.search("[Dd]ouble", text) and re.search("[Ff]loat", text):
         if len(floats) > 1:

@@ -60,7 +60,11 @@ def mean_of(total: float, weight: float) -> float:
 
 def full_precision(output: Any) -> Any:
     """Returns what a module returned, with tensors of half precision in float32, for the loss."""
-    return each_tensor(lambda tensor: _wide(tensor) if tensor.is_floating_point() else tensor, output)
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        return _wide(tensor) if tensor.is_floating_point() else tensor
+
+    return each_tensor(widened, output)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,14 +108,16 @@ def check_mean(
     """
     if any(not isinstance(loss, torch.Tensor) or loss.dim() for loss in losses):
         return
-    whole, again, *parts = map(float, losses)
+    loss_of_all, repeated, *parts = map(float, losses)
     mean = mean_of(sum(loss * count for loss, count in zip(parts, rows, strict=True)), sum(rows))
     rounding = 3e-2 if rough or losses[0].dtype in (torch.bfloat16, torch.float16) else 1e-3
-    size = max((abs(loss) for loss in (whole, *parts) if math.isfinite(loss)), default=0.0)
-    if abs(whole - again) <= 1e-5 * size and not abs(whole - mean) <= rounding * size + _NOISE:
+    size = max((abs(loss) for loss in (loss_of_all, *parts) if math.isfinite(loss)), default=0.0)
+    # Dropout, for example, gives another loss for the same rows.
+    repeats = abs(loss_of_all - repeated) <= 1e-5 * size
+    if repeats and not abs(loss_of_all - mean) <= rounding * size + _NOISE:
         raise ModuleError(
-            f"{what} is no mean over rows: it is {whole:.6g} for {sum(rows)} rows, and {mean:.6g} on average for parts "
-            "of them, so it would change with the number of workers",
+            f"{what} is no mean over rows: it is {loss_of_all:.6g} for {sum(rows)} rows, and {mean:.6g} on average for "
+            "parts of them, so it would change with the number of workers",
             hint=f"{rowwise}, as torch's losses do with reduction='none'; in weightCol, rows with several labels have "
             "the number of these, and rows that do not count 0. A loss of all rows of a worker at once, such as a "
             "contrastive one: loss.expand(rows)",
@@ -167,7 +173,7 @@ class TrainingStep:
         """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics."""
         with nullcontext() if batch.rows else _sending_nothing_back(module):
             losses, metrics = self.per_row(module, batch)
-        rows = batch.rows or batch.sample_count  # placeholder rows are complete, with weight zero
+        rows = batch.rows or batch.sample_count  # Placeholder rows are complete, with weight zero.
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch)
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)

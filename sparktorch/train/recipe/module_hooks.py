@@ -11,9 +11,14 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 
-__all__ = ["ModuleHooks", "Within"]
+__all__ = ["ModuleHooks", "Within", "call_plainly"]
 
 Within = Callable[[nn.Module, Callable[[], Any]], Any]  # It has the arguments of `Strategy.within_forward`.
+
+
+def call_plainly(_module: nn.Module, function: Callable[[], Any]) -> Any:
+    """Calls a function, as the `Within` of a module that no strategy has wrapped."""
+    return function()
 
 
 class ModuleHooks:
@@ -23,11 +28,11 @@ class ModuleHooks:
     calls every method at the same point.
 
     Attributes:
-        asked: Whether the module has requested that training stops; `None` if it never does.
+        stop_requested: Whether the module has requested that training stops; `None` if it never does.
         sees_gradients: Whether `before_update` must find gradients without the factor of a loss scaler.
     """
 
-    asked: bool | None = None
+    stop_requested: bool | None = None
     sees_gradients = False
 
     def training_step(self, within: Within) -> Any:

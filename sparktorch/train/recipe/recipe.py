@@ -35,7 +35,7 @@ from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
 
-KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided
+KERNELS = ("foreach", "fused")  # These options of optimizers follow from how parameters are divided.
 
 _STEPS_ITSELF = ("training_step", "configure_optimizers", "automatic_optimization")
 
@@ -134,11 +134,16 @@ class Recipe:
             with refusing("the module instance cannot be copied", SHIPPING_HINT, param="module"):
                 return copy.deepcopy(self.module)
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
+
+        def make() -> nn.Module:
+            module: nn.Module = factory(**self._arguments(factory))
+            return module
+
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
             try:
-                module = build(lambda: factory(**self._arguments(factory)))
-            except Exception:  # moduleParams, which may be large, are written only then
+                module = build(make)
+            except Exception:  # The moduleParams, which may be large, are written only here.
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
                 hint = unknown_parameter(factory, self.module_params) + hint
                 if build is not called:
@@ -318,7 +323,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in in_optimizer]
     reasons = (
         (
-            any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0
+            any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0.
             "has taken steps already",
             "wrap module and optimizer before the first step",
         ),
@@ -348,11 +353,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     ]
     rate = options.pop("lr")
     return Recipe(
-        module=module,
-        optimizer=type(optimizer),
-        optimizer_params=options,
-        learning_rate=rate,
-        parameter_groups=groups,
+        module=module, optimizer=type(optimizer), optimizer_params=options, learning_rate=rate, parameter_groups=groups
     )
 
 

@@ -12,16 +12,7 @@ from sparktorch.base.config import Precision, Task
 from sparktorch.errors import ModuleError, counted
 
 __all__ = [
-    *(
-        "align",
-        "are_shares",
-        "autocast",
-        "check_rows",
-        "classes_in",
-        "correct",
-        "described",
-        "predicted",
-    ),
+    *("align", "are_shares", "autocast", "check_rows", "classes_in", "correct", "described"),
     *("each_tensor", "predicted", "prediction", "rows_of"),
 ]
 
@@ -111,7 +102,11 @@ def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 def rows_of(output: Any, start: int, end: int) -> Any:
     """Returns the rows from `start` to `end` of what a module returned: a tensor, or a mapping or tuple of tensors."""
-    return each_tensor(lambda tensor: tensor[start:end], output)
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[start:end]
+
+    return each_tensor(part, output)
 
 
 def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

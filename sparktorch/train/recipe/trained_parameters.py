@@ -30,17 +30,17 @@ class TrainedParameters:
                 "let it require a gradient from the beginning, in a group of the optimizer with a rate of 0 until then"
             )
             raise ModuleError(what, hint=hint, param="module")
-        used = _ids(optimizer)
+        in_optimizer = _ids(optimizer)
         trainable = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        self._left_out = [parameter for parameter in trainable if id(parameter) not in used]
+        self._left_out = [parameter for parameter in trainable if id(parameter) not in in_optimizer]
 
     def drop_unused_gradients(self, optimizer: Optimizer) -> None:
         """Removes gradients that the optimizer neither uses nor sets to zero: they would add up, and be clipped."""
         if not self._left_out:
             return
-        used = _ids(optimizer)  # A hook may have added some to the optimizer since the last look.
+        in_optimizer = _ids(optimizer)  # A hook may have added some to the optimizer since the last look.
         for parameter in self._left_out:
-            if id(parameter) not in used:
+            if id(parameter) not in in_optimizer:
                 parameter.grad = None
 
     def _trainable(self) -> set[str]:

@@ -185,7 +185,7 @@ def test_the_first_rank_to_fail_looks_who_is_silent_and_none_ends_before_it_has(
         failing = [pool.submit(client.fail, RuntimeError("Connection reset by peer")) for client in clients[:2]]
         for each in as_completed(failing):
             each.result()
-            assert server.silent() == {2}
+            assert server.silent_peers() == {2}
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -229,7 +229,7 @@ def test_the_driver_knows_when_rank_0_trains(server: ControlServer, clients: lis
             return 0 in seen._pulses and seen._pulses[0].record["phase"] == phase
 
         until(heard, seconds=20, what="the driver has heard of the phase")
-        assert seen.trains == trains
+        assert seen.is_training == trains
 
 
 def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
@@ -319,7 +319,7 @@ def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlSe
     (beat,) = server.beats(1)
     assert beat is not None
     assert beat["ended"]
-    assert server.ended([0])
+    assert server.have_ended([0])
 
 
 def test_a_pause_is_answered_while_the_connection_of_the_training_waits(server: ControlServer) -> None:
@@ -346,7 +346,7 @@ def test_an_error_of_more_text_than_the_store_takes_is_told_shortened(
     assert failure.what.startswith("ValueError while starting: begin")
     assert failure.what.endswith(" end")
     assert "more characters" in failure.what
-    assert server.silent() == set()
+    assert server.silent_peers() == set()
 
 
 def test_an_error_does_not_replace_that_the_fit_was_cancelled(server: ControlServer, clients: list[Client]) -> None:

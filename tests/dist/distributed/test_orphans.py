@@ -28,7 +28,7 @@ PATIENCE = 3.0
 def drive(pipe: Connection) -> None:
     """Hosts the store of an attempt, and after SIGUSR1, at the same port, that of another one."""
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    with closing(ControlServer(HOST, HOST)) as server, closing(server.another()):
+    with closing(ControlServer(HOST, HOST)) as server, closing(server.server_for_next_task()):
         pipe.send(server.rendezvous)
         server.send(b"a task")
         signal.pause()

@@ -30,9 +30,9 @@ def test_tasks_and_results_of_any_size_arrive_as_they_are(server: ControlServer,
     with ThreadPoolExecutor(2) as pool:
         ended = [pool.submit(rank, client) for client in clients]
         for content in (LARGE, b"", b"small"):
-            with closing(server.another()) as task:
+            with closing(server.server_for_next_task()) as task:
                 server.send(content)
-                until(lambda task=task: task.over(2), seconds=30, what="both have ended")  # type: ignore[misc]
+                until(lambda task=task: task.is_over(2), seconds=30, what="both have ended")  # type: ignore[misc]
                 assert task.results(2) == [({"size": len(content)}, content)] * 2
         server.end_orders()
         assert [future.result(30) for future in ended] == [[len(LARGE), 0, 5]] * 2
@@ -44,7 +44,7 @@ def test_tasks_that_are_over_leave_nothing_in_the_store(server: ControlServer, c
     tasks = clients[0].orders()
     counts = []
     for number in range(6):
-        with closing(server.another()):
+        with closing(server.server_for_next_task()):
             server.send(b"work")
             own = clients[0].joined(next(tasks))
             with own.beating():
@@ -62,7 +62,7 @@ def test_tasks_that_are_over_leave_nothing_in_the_store(server: ControlServer, c
 
 def test_who_can_list_the_keys_cannot_write_the_result_of_a_task(server: ControlServer, clients: list[Client]) -> None:
     meeting = server.rendezvous
-    with closing(server.another()) as task:
+    with closing(server.server_for_next_task()) as task:
         server.send(b"work")
         looking = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
         read = b"".join(looking.get(key) for key in looking.list_keys() if "/order/" in key)

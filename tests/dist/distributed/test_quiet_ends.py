@@ -66,12 +66,12 @@ def test_a_rank_whose_driver_does_not_answer_raises(server: ControlServer, clien
 
 def test_the_driver_raises_itself_where_a_rank_does_not_end(server: ControlServer, clients: list[Client]) -> None:
     monitor = watch(server, 2)
-    monitor.look_for_failure()
+    monitor.give_time_to_end()
     clients[0].fail(BAD)
-    monitor.look_for_failure()  # from now on, ranks have two seconds
+    monitor.give_time_to_end()  # from now on, ranks have two seconds
     time.sleep(2.1)
     with pytest.raises(ColumnError, match="3 null values"):
-        monitor.look_for_failure()
+        monitor.give_time_to_end()
 
 
 def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:
@@ -87,7 +87,7 @@ def test_an_executor_that_goes_as_soon_as_its_rank_has_paused_is_no_lost_worker(
     )
     error = RuntimeError(said + "to the running tasks) Reason: Executor decommission.")
     job = SimpleNamespace(rows=[], error=error, start=lambda: None, wait=lambda _: True, is_starved=lambda: False)
-    for name, value in (("control_server", server), ("_plan", None), ("Job", job)):
+    for name, value in (("control_server", server), ("_collector", None), ("Job", job)):
         monkeypatch.setattr(barrier_job, name, lambda *_, value=value: value)
     monkeypatch.setattr(server, "close", lambda: None)  # the fixture closes it
     if asked:

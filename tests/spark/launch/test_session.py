@@ -59,7 +59,7 @@ def sizes(spark: SparkSession, sent: Sent) -> DataFrame:
 def test_large_values_travel_beside_the_tasks_in_pieces_and_small_ones_with_them(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_PIECE", 1 << 20)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 1 << 20)
     for size, pieces in ((100, 0), (3 << 20, 4)):
         value = Value(size)
         sent = send(spark, value)

@@ -22,7 +22,7 @@ from sparktorch.data.convert.checks import (
     refuse_nulls,
 )
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.convert.tensors import as_lists, held, packed, to_arrow, to_numpy
+from sparktorch.data.convert.tensors import as_lists, packed, to_arrow, to_numpy, within_limits
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError
 
@@ -213,14 +213,14 @@ def test_nan_in_raw_bytes_is_for_the_null_policy(dtype: str) -> None:
     ],
 )
 def test_what_an_integer_dtype_cannot_hold_is_null(values: list[object], dtype: str, expected: list[object]) -> None:
-    found = held(pa.array(values), dtype)
+    found = within_limits(pa.array(values), dtype)
     whole = pa.list_(pa.int64()) if pa.types.is_list(found.type) else pa.int64()
     assert (found if found.type == pa.bool_() else found.cast(whole, safe=False)).to_pylist() == expected
-    assert held(pa.array(values)[1:], dtype).null_count == sum(value is None for value in expected[1:])
+    assert within_limits(pa.array(values)[1:], dtype).null_count == sum(value is None for value in expected[1:])
 
 
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:
-    column = held(pa.array([1.0, NAN]), "int64")
+    column = within_limits(pa.array([1.0, NAN]), "int64")
     with pytest.raises(ColumnError, match="null values") as caught:
         refuse_nulls(column, spec(dtype="int64"))
     assert "what int64 cannot hold, as NaN" in caught.value.hint

@@ -100,7 +100,7 @@ def test_workers_that_cannot_begin_are_let_go_and_the_fit_goes_on_without_them(
         if len(sizes) != 2:
             return ended(paused=len(sizes) == 1)
         if has_trained:
-            now.launch.pauses("tag")
+            now.launch.asks_to_pause("tag")
         raise ClusterError("no package there", hint="install it")
 
     begun = attempts.with_slots(cluster.spark, request(numWorkers=(2, 4)))

@@ -17,10 +17,11 @@ from sparktorch import TabularClassifier, TorchEstimator, TorchRegressor  # noqa
 from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
 from sparktorch.ml.fit.translate import translate  # noqa: E402
-from sparktorch.ml.tuning import tuner  # noqa: E402
+from sparktorch.ml.tuning import example, tuner  # noqa: E402
+from sparktorch.ml.tuning.example import valid_example  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
-from sparktorch.ml.tuning.tuner import _space_of, _valid_example, direction_of  # noqa: E402
+from sparktorch.ml.tuning.tuner import _space_of, direction_of  # noqa: E402
 from sparktorch.tasks.recommender.estimator import Recommender  # noqa: E402
 from sparktorch.tasks.shared.settings import fixed_settings  # noqa: E402
 from sparktorch.tasks.tables.estimator import TABLES  # noqa: E402
@@ -118,7 +119,7 @@ def test_what_is_no_space_is_refused(given: Any, what: str) -> None:
 )
 def test_a_choice_that_its_param_does_not_take_is_refused_before_any_trial(space: Any, says: str) -> None:
     with pytest.raises((ConfigError, ModuleError), match=says):
-        _valid_example(ESTIMATOR, Space(space, ESTIMATOR), "loss")
+        valid_example(ESTIMATOR, Space(space, ESTIMATOR), "loss")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +132,14 @@ def test_a_choice_that_its_param_does_not_take_is_refused_before_any_trial(space
 def test_a_space_whose_trials_learn_something_else_of_the_rows_is_refused(space: Any, says: str) -> None:
     base = Recommender(implicitPrefs=True)
     with pytest.raises(ConfigError, match=says):
-        _valid_example(base, Space(space, base), "loss")
+        valid_example(base, Space(space, base), "loss")
     drawn = Recommender(implicitPrefs=True, numNegatives=4)
-    _valid_example(drawn, Space({"numNegatives": [4, 8]}, drawn), "loss")
+    valid_example(drawn, Space({"numNegatives": [4, 8]}, drawn), "loss")
 
 
 def test_a_choice_that_works_only_with_another_one_is_left_to_its_trials() -> None:
     given = {"strategy": ["ddp", "localSGD"], "strategyParams": [{}, {"period": 4}], "validationInterval": [1, 2]}
-    estimator, _ = _valid_example(ESTIMATOR, Space(given, ESTIMATOR), "loss")
+    estimator, _ = valid_example(ESTIMATOR, Space(given, ESTIMATOR), "loss")
     assert estimator.getModule() == "torch.nn:Linear"
 
 
@@ -154,7 +155,7 @@ def test_a_choice_that_works_only_with_another_one_is_left_to_its_trials() -> No
 def test_what_trials_need_is_compared_with_whole_trials_if_the_base_is_incomplete(
     base: Any, space: dict[str, Any]
 ) -> None:
-    estimator, _ = _valid_example(base, Space(space, base), "loss")
+    estimator, _ = valid_example(base, Space(space, base), "loss")
     assert all(estimator.isSet(name) for name in space)
 
 
@@ -165,8 +166,8 @@ def test_an_error_that_is_no_refusal_is_that_of_its_trial(error: Exception, monk
             raise error
         return translate(estimator, task)
 
-    monkeypatch.setattr(tuner, "translate", translated)
-    estimator, _ = _valid_example(ESTIMATOR, Space({"epochs": [1, 2, 3]}, ESTIMATOR), "loss")
+    monkeypatch.setattr(example, "translate", translated)
+    estimator, _ = valid_example(ESTIMATOR, Space({"epochs": [1, 2, 3]}, ESTIMATOR), "loss")
     assert estimator.getEpochs() != 2
 
 

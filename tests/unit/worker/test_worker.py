@@ -22,7 +22,7 @@ from sparktorch.distributed.store import connect, host_store
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker.held_out import _counted
-from sparktorch.worker.held_rows import _warn_of_groups
+from sparktorch.worker.peers import warn_of_groups
 from sparktorch.worker.placement import assign_positions
 from sparktorch.worker.torchrun import left_as_before, torchrun_environment
 from tests.support.frames import Table
@@ -77,7 +77,7 @@ def test_workers_without_groups_are_counted_in_a_warning(shares: list[list[int]]
     number = np.unique(table.arrays[GROUP], return_inverse=True)[1]
     peers = [facts(table.take(np.isin(number, share))) for share in shares]
     assert table.columns.groups is not None
-    _warn_of_groups(table.columns.groups, peers, cast(Any, client))
+    warn_of_groups(table.columns.groups, peers, cast(Any, client))
     assert ["1 of 3 workers has nothing to train" in text for text in client.warnings] == [True] * warned
 
 
