@@ -175,7 +175,7 @@ class Crowd:
 def facts(rank: int) -> dict[str, Any]:
     """Returns what a rank tells the others of its rows."""
     rows = {"rows": 10_000_000 + rank, "validation": 1_000 + rank, "fingerprint": hash((rank, "rows")) % 2**64}
-    location = {"device": f"cuda:{rank % 8}", "host": f"worker-{rank // 8}.example.com", "by_place": None}
+    location = {"device": f"cuda:{rank % 8}", "host": f"worker-{rank // 8}.example.com", "saved_by_position": None}
     return {**rows, **location, "folds": {}, "groups": None}
 
 

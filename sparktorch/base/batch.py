@@ -38,19 +38,20 @@ class Batch:
         inputs: One tensor of shape `(rows, ...)` per argument of `forward`.
         label: Tensor of shape `(rows, ...)`, or `None`.
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
-        rows: Number of real rows; of groups, if there are `sizes`. If they are fewer than the module's minimum rows,
-            the inputs have extra rows at the end. A rank without rows in a step has placeholder rows only, so that it
-            joins every collective: then label and weights are as long as the inputs, and the weights are zero.
+        rows: Number of real rows; of groups, if there are `sizes`. If there are fewer real rows than the module's
+            minimum rows, the inputs have extra rows at the end. A rank without rows in a step has placeholder rows
+            only, so that it joins every collective: then label and weights are as long as the inputs, and the weights
+            are zero.
         loss_weight: float32 weights in the loss of shape `(rows,)`: sample weight times class weight; `None` means all
             ones.
-        lengths: Number of elements of each row, int64 of shape `(rows,)` on the CPU, by the position of the padded,
+        lengths: Number of elements in each row, int64 of shape `(rows,)` on the CPU, by the position of the padded,
             jagged or sparse input. The mask of a padded input is the next input.
-        names: One name per input: those under which `preprocess` returned them, or of their columns.
-        tokens: Number of tokens of each row of the inputs, up to its last one, int64 of shape `(rows,)` on the CPU, if
-            `preprocess` returned an attention mask.
+        names: One name per input: the name of its column, or the name under which `preprocess` returned it.
+        tokens: Number of tokens in each row of the inputs, up to its last token, int64 of shape `(rows,)` on the CPU;
+            `None` unless `preprocess` returned an attention mask.
         pads: The padding value of each padded input, by its position.
-        sizes: Number of rows of each group, int64 of shape `(groups,)` on the CPU, if samples are whole groups: inputs
-            and label have their rows, one group after the other, and weights are those of groups.
+        sizes: Number of rows in each group, int64 of shape `(groups,)` on the CPU; `None` unless samples are whole
+            groups. Then inputs and label have the rows of one group after the other, and a group has one weight.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -82,78 +83,89 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Size of its tensors in bytes."""
+        """Size of the tensors in bytes."""
         return sum(part.nbytes for tensor in self.tensors for part in components(tensor))
 
     def complete(self) -> Batch:
-        """Returns a batch whose label and weight are as long as its inputs; in weights, added rows have zero."""
-        count, label, weight = self.sample_count, self.label, self.weight
+        """Returns a batch whose label and weight are as long as its inputs; the weight of an added row is zero."""
+        count = self.sample_count
+        label = self.label
+        weight = self.weight
         if 0 < self.rows < count:
             if label is not None:
                 # Added rows are copies of the last sample, and have its label.
                 last = label[-1:] if self.sizes is None else label[-int(self.sizes[-1]) :]
-                label = torch.cat([label, *[last] * (count - self.rows)])
+                added = [last] * (count - self.rows)
+                label = torch.cat([label, *added])
             if weight is not None:
                 weight = torch.cat([weight, weight.new_zeros(count - self.rows)])
         return replace(self, label=label, weight=weight, rows=count, loss_weight=None)
 
     def filled_from(self, count: int) -> Batch:
-        """Returns the batch with `count` real samples; the others are placeholders, of weight zero if all of them are.
+        """Returns the batch with `count` real samples; the samples after them are placeholders.
 
-        Label and weights are those of the real samples, if there are any.
+        Label and weights have the real samples only. If there are none, they have the placeholders, whose weights are
+        zero.
         """
         if not count:
-            zeros = torch.zeros(self.sample_count, device=self.inputs[0].device)
-            return replace(self, rows=0, weight=zeros, loss_weight=zeros)
+            nothing = torch.zeros(self.sample_count, device=self.inputs[0].device)
+            return replace(self, rows=0, weight=nothing, loss_weight=nothing)
         real = self.slice(0, count)
         return replace(self, rows=count, label=real.label, weight=real.weight, loss_weight=real.loss_weight)
 
     def slice(self, start: int, end: int) -> Batch:
-        """Returns the samples from `start` to `end`."""
-        first, last = start, end
+        """Returns the samples from `start` to before `end`."""
+        first_row = start
+        end_row = end
         if self.sizes is not None:
-            first, last = int(self.sizes[:start].sum()), int(self.sizes[:end].sum())
+            first_row = int(self.sizes[:start].sum())
+            end_row = int(self.sizes[:end].sum())
 
-        def part(tensor: torch.Tensor | None, *, of_samples: bool = False) -> torch.Tensor | None:
-            if tensor is None:
-                return None
-            return tensor[start:end] if of_samples else tensor[first:last]
+        def samples_in(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[start:end]
 
-        inputs = [cut(tensor, first, last, self.lengths.get(position)) for position, tensor in enumerate(self.inputs)]
-        lengths = {position: counts[first:last] for position, counts in self.lengths.items()}
+        def rows_in(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[first_row:end_row]
+
+        inputs = [
+            cut(tensor, first_row, end_row, self.lengths.get(position)) for position, tensor in enumerate(self.inputs)
+        ]
+        lengths = {position: counts[first_row:end_row] for position, counts in self.lengths.items()}
         # A padded input and its mask, which is the next input, are as long as the longest of these rows.
-        for position, longest in self._padded_to(lengths).items():
+        for position, longest in self._padded_lengths(lengths).items():
             inputs[position] = inputs[position][:, :longest]
             inputs[position + 1] = inputs[position + 1][:, :longest]
         return replace(
             self,
             inputs=tuple(inputs),
-            label=part(self.label),
-            weight=part(self.weight, of_samples=True),
+            label=rows_in(self.label),
+            weight=samples_in(self.weight),
             rows=end - start,
-            loss_weight=part(self.loss_weight, of_samples=True),
+            loss_weight=samples_in(self.loss_weight),
             lengths=lengths,
-            tokens=part(self.tokens),
-            sizes=part(self.sizes, of_samples=True),
+            tokens=rows_in(self.tokens),
+            sizes=samples_in(self.sizes),
         )
 
     def padded(self, lengths: Mapping[int, int]) -> Batch:
-        """Returns the batch with padded inputs and their masks of those lengths, by the position of the input."""
+        """Returns the batch with padded inputs and their masks lengthened; `lengths` are by the input's position."""
         inputs = list(self.inputs)
         for position, length in lengths.items():
-            inputs[position] = _lengthened(inputs[position], length, self.pads[position])
-            inputs[position + 1] = _lengthened(inputs[position + 1], length, False)
+            inputs[position] = _lengthen(inputs[position], length, self.pads[position])
+            inputs[position + 1] = _lengthen(inputs[position + 1], length, False)
         return replace(self, inputs=tuple(inputs))
 
     def trimmed(self) -> Batch:
         """Returns the batch with its token tensors cut off after the last token of its longest row."""
         if self.tokens is None:
             return self
-        width, longest = self.named[MASK].shape[1], max(1, int(self.tokens.max()))
-        tensors = [tensor for name, tensor in self.named.items() if name not in _TOKENS]
-        tensors += [] if self.label is None else [self.label]
-        # Another tensor that is as wide as the mask may hold a value for each token, and must stay as wide as these.
-        if any(tensor.shape[1:2] == (width,) for tensor in tensors):
+        width = self.named[MASK].shape[1]
+        longest = max(1, int(self.tokens.max()))
+        others = [tensor for name, tensor in self.named.items() if name not in _TOKENS]
+        if self.label is not None:
+            others.append(self.label)
+        # Another tensor that is as wide as the mask may hold a value for each token, and must stay as wide as the mask.
+        if any(tensor.shape[1:2] == (width,) for tensor in others):
             return self
         inputs = [
             tensor[:, :longest] if name in _TOKENS and tensor.shape[1:2] == (width,) else tensor
@@ -161,33 +173,39 @@ class Batch:
         ]
         return replace(self, inputs=tuple(inputs))
 
-    def _padded_to(self, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        """Returns the padded length that rows of those lengths need, by the position of the padded input."""
-        strided = [position for position in lengths if self.inputs[position].layout is torch.strided]
-        return {at: max(1, int(lengths[at].max())) if len(lengths[at]) else 1 for at in strided}
+    def _padded_lengths(self, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
+        """Returns the padded length that rows need, from their `lengths`, by the position of the padded input."""
+        padded_lengths = {}
+        for position, counts in lengths.items():
+            # Jagged and sparse inputs have another layout.
+            if self.inputs[position].layout is torch.strided:
+                padded_lengths[position] = max(1, int(counts.max())) if len(counts) else 1
+        return padded_lengths
 
 
 class RankDataset(ABC):
     """The rows of one rank, as the training loop reads them.
 
-    `varies` says that as many rows may take more memory in one batch than in another: ragged and sparse ones, and what
-    `preprocess` returns.
+    Attributes:
+        varies: Whether batches of equally many rows may differ in memory. Batches do if inputs are ragged or sparse, or
+            if there is a `preprocess`.
     """
 
     varies: bool = False
 
     @abstractmethod
     def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
-        """Yields this rank's part of every global batch of an epoch (from 0), in step order, from step `first` on.
+        """Yields this rank's part of every global batch of an epoch, in the order of steps, from step `first` on.
 
-        Parts of less than `min_rows` are filled up. Closing the generator ends the thread that reads ahead.
+        Epochs count from 0. Parts of fewer rows than `min_rows` are filled up. Closing the generator ends the thread
+        that reads ahead.
         """
 
     @abstractmethod
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
-        """Yields this rank's validation rows, at most `size` in a batch; close the generator as that of `epoch`.
+        """Yields this rank's validation rows, at most `size` in a batch; close the generator as with `epoch`.
 
-        There are at least `batches`; those without rows hold a placeholder row of weight zero.
+        There are at least `batches` batches. A batch without rows holds a placeholder row of weight zero.
         """
 
     @abstractmethod
@@ -199,39 +217,42 @@ class RankDataset(ABC):
         """Returns this rank's number of rows in each step of an epoch, int64 of shape `(steps,)`."""
 
 
-def _lengthened(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
-    """Returns a tensor of shape `(rows, length, ...)`, with a value after the positions that it has."""
+def _lengthen(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
+    """Returns a tensor of shape `(rows, length, ...)`, with `value` at the positions that it lacked."""
     missing = tensor.new_full((len(tensor), length - tensor.shape[1], *tensor.shape[2:]), value)
     return torch.cat([tensor, missing], 1)
 
 
 def count_tokens(named: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Returns `Batch.tokens` of what `preprocess` returned; `None` without a mask of shape `(rows, tokens)`."""
+    """Returns `Batch.tokens` for the tensors of `preprocess`; `None` without a mask of shape `(rows, tokens)`."""
     mask = named.get(MASK)
     if mask is None or mask.dim() != 2 or not mask.shape[1]:
         return None
-    counted = mask != 0
+    is_token = mask != 0
     labels = named.get("labels")
     if labels is not None and labels.shape == mask.shape:
-        counted = counted | (labels != IGNORED)
+        is_token = is_token | (labels != IGNORED)
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (counted * positions).amax(1).cpu()
+    # The largest position of a token is the number of tokens up to the last one.
+    return torch.where(is_token, positions, 0).amax(1).cpu()
 
 
 def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
-    """Splits a rank's part of a step into `parts` micro-batches of at least `min_rows`.
+    """Splits a rank's part of a step into `parts` micro-batches of at least `min_rows` rows.
 
-    If rows are too few, the last micro-batches hold placeholder rows of weight zero.
+    If there are too few rows, the last micro-batches hold placeholder rows of weight zero.
     """
     if parts == 1:
         return [batch]
     filled = min(parts, batch.rows // min_rows)
-    edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
-    batches = [batch.slice(start, end) for start, end in pairwise(edges)] or [batch]
+    batches = [batch]
+    if filled:
+        edges = [batch.rows * number // filled for number in range(filled + 1)]
+        batches = [batch.slice(start, end) for start, end in pairwise(edges)]
     if len(batches) == parts:
         return batches
-    zeros = torch.zeros(min_rows, device=batch.inputs[0].device)
-    empty = replace(batch.complete().slice(0, min_rows), weight=zeros, loss_weight=zeros, rows=0)
+    nothing = torch.zeros(min_rows, device=batch.inputs[0].device)
+    empty = replace(batch.complete().slice(0, min_rows), weight=nothing, loss_weight=nothing, rows=0)
     return [*batches, *[empty] * (parts - len(batches))]
 
 
@@ -239,7 +260,7 @@ def padding(batches: Sequence[Batch]) -> tuple[int, int]:
     """Returns the number of positions in the padded inputs of some batches, and how many of them hold data."""
     padded_size = real_size = 0
     for batch in batches:
-        for position, longest in batch._padded_to(batch.lengths).items():
+        for position, longest in batch._padded_lengths(batch.lengths).items():
             padded_size += longest * len(batch.lengths[position])
             real_size += int(batch.lengths[position].sum())
         if batch.tokens is not None:
@@ -249,26 +270,30 @@ def padding(batches: Sequence[Batch]) -> tuple[int, int]:
 
 
 def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns rows `start` to before `end` of an input of any layout; torch cannot slice jagged and sparse tensors.
+    """Returns the rows from `start` to before `end` of an input of any layout.
 
-    `lengths` are as in `Batch.lengths`; `None` reads them from the tensor.
+    torch cannot slice jagged and sparse tensors. `lengths` are as in `Batch.lengths`; `None` reads them from the
+    tensor.
     """
-    nested, sparse = tensor.is_nested, tensor.layout == torch.sparse_csr
-    if not nested and not sparse:
+    if tensor.is_nested:
+        all_offsets: torch.Tensor = tensor.offsets()  # type: ignore[attr-defined]  # torch's nested
+    elif tensor.layout == torch.sparse_csr:
+        all_offsets = tensor.crow_indices()
+    else:
         return tensor[start:end]
-    ends: torch.Tensor = tensor.offsets() if nested else tensor.crow_indices()  # type: ignore[attr-defined]  # torch's nested
-    counts = ends.diff().cpu() if lengths is None else lengths
+    counts = all_offsets.diff().cpu() if lengths is None else lengths
     first = int(counts[:start].sum())
     last = first + int(counts[start:end].sum())
-    offsets, values = ends[start : end + 1] - ends[start], tensor.values()[first:last]
-    if nested:
+    offsets = all_offsets[start : end + 1] - all_offsets[start]
+    values = tensor.values()[first:last]
+    if tensor.is_nested:
         return jagged(values, offsets, counts[start:end])
     shape = (end - start, *tensor.shape[1:])
     return torch.sparse_csr_tensor(offsets, tensor.col_indices()[first:last], values, shape, check_invariants=False)
 
 
 def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the strided tensors that a tensor consists of, several if it is sparse or jagged."""
+    """Returns the strided tensors that make up a tensor; a sparse or jagged tensor has several."""
     if tensor.layout is torch.sparse_csr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout is torch.jagged:
@@ -279,14 +304,15 @@ def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def rebuilt(
     tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Applies `change` to the components of a tensor, and returns a tensor of the same layout made of the results.
+    """Applies `change` to the components of a tensor, and returns a tensor of the same layout with the results.
 
-    The tensor is strided, sparse CSR or jagged; `lengths` as in `Batch.lengths`, `None` reads them from the tensor.
+    The tensor is strided, sparse CSR or jagged. `lengths` are as in `Batch.lengths`; `None` reads them from the tensor.
     """
-    first, *more = (change(part) for part in components(tensor))
+    parts = [change(part) for part in components(tensor)]
     if tensor.layout is torch.sparse_csr:
-        columns, values = more
-        return torch.sparse_csr_tensor(first, columns, values, tensor.shape, check_invariants=False)
+        offsets, columns, values = parts
+        return torch.sparse_csr_tensor(offsets, columns, values, tensor.shape, check_invariants=False)
     if tensor.layout is torch.jagged:
-        return jagged(first, more[0], components(tensor)[1].diff() if lengths is None else lengths)
-    return first
+        values, offsets = parts
+        return jagged(values, offsets, components(tensor)[1].diff() if lengths is None else lengths)
+    return parts[0]

@@ -29,8 +29,8 @@ Device = str  # It is "auto", "cpu", or a type of accelerator, such as "cuda".
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Invalid = Literal["error", "keep", "skip"]
 
-# `CheckpointConfig.job` names the initial weights by this key. A training that resumes may be given others, because it
-# goes on from its own.
+# `CheckpointConfig.job` names the initial weights by this key. A training that resumes may be given other initial
+# weights, because it goes on from the weights in its checkpoint.
 INITIAL_WEIGHTS = "initialWeights"
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -43,20 +43,21 @@ C = TypeVar("C")
 class TrainConfig:
     """Configuration of the training loop, besides the recipe and the data; each value is checked.
 
-    The values are those of the Params of like names (docs/params.md). Of other names are:
+    The Params of the same names say what the fields mean (docs/params.md). The other fields are:
 
     Attributes:
-        shuffle_block: Rows of a shuffled block. Its rows are adjacent in key order, and each epoch trains them within
-            as many steps; 1 shuffles single rows.
+        shuffle_block: Number of rows in a shuffled block. They are adjacent in key order, and each epoch trains them
+            within as many steps; 1 shuffles single rows.
         clip_norm: Largest norm of the gradient of all parameters; a larger gradient is scaled down.
         clip_value: Largest absolute value of a gradient's element; larger elements are clipped.
-        patience: Validations in a row without a better one after which training ends, with the weights of the best one;
-            `None` trains all epochs and keeps the last weights.
+        patience: Number of validations in a row that are no better than the best one, after which training ends with
+            the weights of the best validation; `None` trains all epochs and keeps the last weights.
         validates_untrained: Whether the first validation is before the first step: the weights from before training are
-            then the best ones until a validation is better.
-        best_metric: The metric of a validation by which one is better than another, `best_mode` whether the smallest
-            value is the best ("min") or the largest ("max"), and `best_delta` by how much it is better at least.
-        class_weights: Factors of the row weights, one per class, or "balanced"; `None` for none.
+            then the best weights until a validation is better.
+        best_metric: The metric by which one validation is better than another.
+        best_mode: Whether the smallest value of the metric is the best ("min") or the largest ("max").
+        best_delta: By how much the metric of a better validation must at least be better.
+        class_weights: Factors of the row weights, one per class, or "balanced"; `None` for no factors.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then search for them after
             each forward pass, which costs time.
         model_folder: An absolute path, under which the ranks write the model, and none of them ever holds all of it;
@@ -128,8 +129,6 @@ class TrainConfig:
         ):
             if bound is not None:
                 above(name, bound, 0)
-        for weight in self.class_weights if isinstance(self.class_weights, tuple) else ():
-            at_least("classWeights", float(weight), 0)
         self._check_class_weights()
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ConfigError(
@@ -138,7 +137,10 @@ class TrainConfig:
         self._check_micro_batches()
 
     def _check_class_weights(self) -> None:
-        """Refuses class weights where there are no classes, and those that are all zero."""
+        """Refuses class weights that are negative or all zero, and class weights where there are no classes."""
+        if isinstance(self.class_weights, tuple):
+            for weight in self.class_weights:
+                at_least("classWeights", float(weight), 0)
         if self.class_weights is not None and self.task != "classification":
             raise ConflictError("classWeights are given, but the labels are no classes", param="classWeights")
         if self.class_weights is not None and not any(self.class_weights):
@@ -147,7 +149,7 @@ class TrainConfig:
             )
 
     def _check_micro_batches(self) -> None:
-        """Refuses micro-batches whose number is set twice, and those that would keep apart what must be together."""
+        """Refuses micro-batches whose number is set twice, and micro-batches where statistics need all rows at once."""
         if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
             raise ConflictError(
                 "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
@@ -161,11 +163,12 @@ class TrainConfig:
 
     @property
     def needs_metric(self) -> str | None:
-        """The metric that every validation must have, `None` where the training can do without."""
-        return self.best_metric if self.patience is not None or self.best_metric != "val_loss" else None
+        """The metric that every validation must have; `None` if none is needed."""
+        is_asked_for = self.patience is not None or self.best_metric != "val_loss"
+        return self.best_metric if is_asked_for else None
 
     def judged(self, metrics: Mapping[str, Any]) -> float | None:
-        """Returns the metric of a validation that says how good it is, negated if larger is better; `None` without."""
+        """Returns the best metric of a validation, negated if larger is better; `None` if the validation lacks it."""
         if self.best_metric not in metrics:
             return None
         value = float(metrics[self.best_metric])
@@ -184,7 +187,10 @@ class TrainConfig:
         return mode
 
     def check_classes(self, classes: int | None) -> None:
-        """Refuses class weights that are not one per class of the module's output; `None` if labels are not classes."""
+        """Refuses class weights unless there is one for each of the `classes` of the module's output.
+
+        `classes` is `None` if labels are not classes.
+        """
         weights = self.class_weights
         if weights is not None and weights != "balanced" and len(weights) != classes:
             raise ConfigError(
@@ -200,11 +206,12 @@ class CheckpointConfig:
 
     Attributes:
         directory: A path or URL that every rank can write, on any file system that fsspec supports.
-        interval: Epochs or steps (`unit`) from one checkpoint to the next.
-        keep: Number of latest checkpoints to keep; the one of the best validation is kept in addition.
+        interval: Number of epochs or steps from one checkpoint to the next.
+        unit: Whether `interval` counts epochs or steps.
+        keep: Number of latest checkpoints to keep; the checkpoint of the best validation is kept in addition.
         owner: Identifies the fit; another fit cannot write into the directory at the same time.
         restart: Number of earlier starts of the fit.
-        job: Settings that identify the training, by name; a training with other settings cannot resume from its
+        job: Settings that identify the training, by name; a training with other settings cannot resume from these
             checkpoints.
     """
 
@@ -227,7 +234,7 @@ class StorageConfig:
     """Where a rank keeps its rows.
 
     Attributes:
-        kind: "memory", "disk", or "auto": in memory if all rows fit the budget, otherwise on disk.
+        kind: "memory", "disk", or "auto", which is memory if all rows fit into the budget, and otherwise disk.
         budget: MB of memory for a rank's rows with "disk" and "auto".
     """
 
@@ -278,10 +285,9 @@ def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
 
 
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
-    """Builds a configuration dataclass from a mapping.
+    """Builds a configuration dataclass from a mapping, which `where` names as a section of a file.
 
-    A `ConfigError` names unknown keys (with the nearest valid one), missing ones, and values of the wrong type; `where`
-    is the section of the file that they come from.
+    A `ConfigError` names an unknown key, with the nearest valid key, a missing key, or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
@@ -313,7 +319,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def _check_type(key: str, value: Any, annotation: str) -> None:
-    """Checks a value against a plain annotation (`int`, `list[str] | None`, ...); others are not checked."""
+    """Checks a value against a plain annotation, such as `int` or `list[str] | None`; other annotations pass."""
     names = [name.strip() for name in annotation.split("|")]
     if value is None and "None" in names:
         return
@@ -322,7 +328,8 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
         return
     for name in expected:
         base, _, inner = name.partition("[")
-        if isinstance(value, _PLAIN[base]) and not (isinstance(value, bool) and base != "bool"):
+        is_bool_as_number = isinstance(value, bool) and base != "bool"
+        if isinstance(value, _PLAIN[base]) and not is_bool_as_number:
             _check_elements(key, value, inner.removesuffix("]"))
             return
     hint = f"give its name, {value.__name__!r}" if isinstance(value, type) and "str" in expected else ""
@@ -332,12 +339,12 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
 
 
 def _check_elements(key: str, value: Any, annotations: str) -> None:
-    """Checks what a list or dict holds against what is between the brackets of its annotation, if there is any."""
+    """Checks the elements of a list or dict against the annotations between the brackets of its annotation."""
     if isinstance(value, list):
         for number, item in enumerate(value):
             _check_type(f"{key}[{number}]", item, annotations)
     elif isinstance(value, dict):
-        of_keys, _, of_values = annotations.partition(",")
+        key_annotation, _, value_annotation = annotations.partition(",")
         for name, item in value.items():
-            _check_type(f"{key}.keys()", name, of_keys)
-            _check_type(f"{key}[{name!r}]", item, of_values.strip())
+            _check_type(f"{key}.keys()", name, key_annotation)
+            _check_type(f"{key}[{name!r}]", item, value_annotation.strip())

@@ -39,14 +39,15 @@ def is_host(device: str | torch.device) -> bool:
 
 
 def module_of(device: str | torch.device) -> Any:
-    """Returns torch's module of a device's type: `torch.cuda` of "cuda:1"."""
+    """Returns torch's module for a device's type, such as `torch.cuda` for "cuda:1"."""
     return torch.get_device_module(device)
 
 
 def seed(value: int, device: str | torch.device) -> None:
     """Seeds torch's generators of the host and of a device.
 
-    `torch.manual_seed` formats the stack for each type of accelerator that is not initialised: 0.3 ms in a rank.
+    `torch.manual_seed` would also format the stack for each type of accelerator that is not initialised, which takes
+    0.3 ms in a rank.
     """
     torch.default_generator.manual_seed(value)
     if not is_host(device):
@@ -56,15 +57,15 @@ def seed(value: int, device: str | torch.device) -> None:
 def accelerator() -> str | None:
     """Returns the type of accelerator that this build of torch is for, whether or not the machine has one.
 
-    It does not initialise the driver, because the process could not be forked afterwards. Returns `None` for a CPU
-    build, and for Apple's MPS, which has no float64.
+    It returns `None` for a CPU build, and for Apple's MPS, which has no float64. It does not initialise the driver: the
+    process could not be forked afterwards.
     """
     current = torch.accelerator.current_accelerator()
     return None if current is None or current.type == "mps" else current.type
 
 
 def is_kind(name: str) -> bool:
-    """Returns whether torch knows an accelerator type of that name, even if this build does not support it."""
+    """Whether torch knows an accelerator type of this name, even if this build does not support it."""
     try:
         device = torch.device(name)
         return device.index is None and device.type not in ("cpu", "mps") and hasattr(module_of(device), "device_count")
@@ -73,16 +74,16 @@ def is_kind(name: str) -> bool:
 
 
 def device_count(kind: str | None = None) -> int:
-    """Returns how many devices of a type torch sees, by default of type `accelerator()`; 0 without that type."""
+    """Returns how many devices of a type torch sees, by default of the type `accelerator()`; 0 if there is none."""
     kind = kind or accelerator()
     try:
         return 0 if kind is None else int(module_of(kind).device_count())
-    except (RuntimeError, AttributeError):  # torch was built without it.
+    except (RuntimeError, AttributeError):  # torch was built without this type.
         return 0
 
 
 def visible_devices(kind: str) -> str | None:
-    """Returns the environment variable that restricts the visible devices of a type, `None` if it is not set."""
+    """Returns the value of the environment variable that restricts the visible devices of a type; `None` if not set."""
     # HIP prefers its own variable to CUDA's.
     if kind == "cuda" and torch.version.hip is not None:
         hip_devices = os.environ.get("HIP_VISIBLE_DEVICES")
@@ -92,7 +93,7 @@ def visible_devices(kind: str) -> str | None:
 
 
 def backend_of(device: str) -> str:
-    """Returns the process-group backends for a device: Gloo, and with an accelerator also its own, such as NCCL.
+    """Returns the process-group backends for a device: Gloo, and for an accelerator also its backend, such as NCCL.
 
     With both, the group can also reduce CPU tensors: values that need not wait for the device, and norms of gradients
     that FSDP offloads.
@@ -121,10 +122,10 @@ def let_go(device: str) -> None:
         # Modules and their hooks form reference cycles, which only a collection frees.
         gc.collect()
         module_of(device).empty_cache()
-        # The function that frees cached pinned memory has one of two names, by the version of torch.
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
-            torch._C, "_host_emptyCache", None
-        )
+        # The name of the function that frees cached pinned memory depends on the version of torch.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_host_cache is None:
+            empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
         if empty_host_cache is not None:
             empty_host_cache()
 
@@ -144,15 +145,20 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns a jagged nested tensor that has its minimum and maximum length; torch would wait for the device for them.
+    """Returns a jagged nested tensor from concatenated elements, without waiting for the device.
 
-    `offsets` are the start of each row and the end of the last one, int64 of shape `(rows + 1,)` on the device of the
-    values; `lengths` are int64 on the CPU.
+    Without the smallest and the largest length, torch would compute them on the device, and wait for it.
+
+    Args:
+        values: The elements of all rows.
+        offsets: Where each row begins, and the last one ends, int64 of shape `(rows + 1,)` on the device of the values.
+        lengths: Number of elements in each row, int64 on the CPU.
     """
-    extremes: dict[str, Any] = (
-        {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
-    )
-    return torch.nested.nested_tensor_from_jagged(values, offsets, **extremes)
+    if not len(lengths):
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+    shortest = int(lengths.min())
+    longest = int(lengths.max())
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
 def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict[str, torch.Tensor]:
@@ -160,7 +166,7 @@ def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict
 
     With `copy`, tensors that are on the CPU already are copied.
     """
-    # Copies from a device do not block, so that the host waits once for all of them; they go to pinned memory.
+    # Copies from a device do not block, so the host waits once for all of them. torch puts them into pinned memory.
     copies = {name: tensor.to("cpu", copy=copy, non_blocking=not tensor.is_cpu) for name, tensor in tensors.items()}
     for device in {tensor.device for tensor in tensors.values()}:
         wait_for(device)

@@ -1,4 +1,4 @@
-"""A process's memory: what it takes, and may take, and how the C library gives back what was freed."""
+"""A process's memory: how much it takes and may take, and how the C library gives freed memory back."""
 
 from __future__ import annotations
 
@@ -7,30 +7,53 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sparktorch.base.devices import is_host, module_of
 
-__all__ = [*("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"), "trim"]
+__all__ = [
+    *("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"),
+    "trim",
+]
 
-# glibc's mallopt numbers its parameters so.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# glibc raises the threshold of mmap up to this size by itself, and that of trim up to twice this size.
+# These are the numbers of two parameters of glibc's mallopt.
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+# glibc itself raises the threshold of mmap up to this size, and the threshold of trim up to twice this size.
 _LARGEST = 32 << 20
 
 _NO_LIMIT = 1 << 60  # Version 1 of control groups writes "no limit" as a number beyond this one.
-# Both versions of control groups have a folder of all groups. In a group's folder, files hold its limits and its use,
-# and a line of `memory.stat` says which part of its use is the kernel's cache of files.
-_GROUPS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
-    "": ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    "memory": ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+_UNREADABLE = (OSError, ValueError, IndexError)  # Files that are missing, or in another format, raise these errors.
+
+
+class _GroupFiles(NamedTuple):
+    """The files of a version of control groups.
+
+    Attributes:
+        root: The folder of all groups.
+        limits: The files in a group's folder that hold its limits.
+        use: The file in a group's folder that holds its use of memory.
+        cache: The name in the group's `memory.stat` for the part of its use that is the kernel's cache of files.
+    """
+
+    root: str
+    limits: tuple[str, ...]
+    use: str
+    cache: str
+
+
+# The keys are what /proc/self/cgroup calls a group: nothing in version 2, and in version 1 what it controls.
+_GROUPS = {
+    "": _GroupFiles("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "memory": _GroupFiles(
+        "/sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+    ),
 }
-_UNREADABLE = (OSError, ValueError, IndexError)  # Files that are missing, or written otherwise, raise these.
 
 
 def trim() -> None:
@@ -43,54 +66,61 @@ def trim() -> None:
 def available_bytes() -> float:
     """Returns how many bytes this process may still take, as far as the system tells; infinite if it does not.
 
-    The least of what the machine has available, and what is left of the limits of the control groups that the process
-    is in, as those of Kubernetes' containers, and of its address space (`spark.executor.pyspark.memory`). 0 in a
-    container of YARN without a control group's limit: YARN counts its use, and no process is told how much it may be.
+    It is the least of:
+
+    - what the machine has available;
+    - what is left of the limits of the control groups that the process is in, such as that of a Kubernetes container;
+    - what is left of the limit of its address space (`spark.executor.pyspark.memory`).
+
+    It is 0 in a YARN container without a control group's limit: YARN counts the use of memory, and tells no process how
+    much it may take.
     """
-    available, limits = [math.inf], [math.inf]
+    bytes_left = [math.inf]
+    left_in_groups = [math.inf]
     with suppress(*_UNREADABLE):
-        available.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
+        bytes_left.append(1024 * _number_after(Path("/proc/meminfo"), "MemAvailable:"))
     with suppress(*_UNREADABLE):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            limits += _groups(path, kinds)
+            _, controllers, path = line.split(":", 2)
+            left_in_groups += _left_in_groups(path, controllers)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with suppress(*_UNREADABLE):
-            available.append(limit - 1024 * _field(Path("/proc/self/status"), "VmSize:"))
-    if "CONTAINER_ID" in os.environ and min(limits) == math.inf:
+            bytes_left.append(limit - 1024 * _number_after(Path("/proc/self/status"), "VmSize:"))
+    if "CONTAINER_ID" in os.environ and min(left_in_groups) == math.inf:
         return 0
-    return max(0, min(available + limits))
+    return max(0, min(bytes_left + left_in_groups))
 
 
-def _groups(path: str, kinds: str) -> list[float]:
-    """Returns how many bytes a control group and those that it is in have left; none if they do not limit memory."""
-    kind = "memory" if "memory" in kinds.split(",") else kinds
-    if kind not in _GROUPS:
+def _left_in_groups(path: str, controllers: str) -> list[float]:
+    """Returns how many bytes a control group, and each group that it is in, has left; none if it controls no memory."""
+    key = "memory" if "memory" in controllers.split(",") else controllers
+    if key not in _GROUPS:
         return []
-    root_folder, limits, use, cache = _GROUPS[kind]
-    root = Path(root_folder)
+    files = _GROUPS[key]
+    root = Path(files.root)
     # The group's folder does not exist if the container sees its own group as the root, which is among the parents.
     group = root / path.lstrip("/")
     folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    return [_left_in_group(folder, limits, use, cache) for folder in folders]
+    return [_left_in_group(folder, files) for folder in folders]
 
 
-def _left_in_group(folder: Path, limits: Sequence[str], use: str, cache: str) -> float:
+def _left_in_group(folder: Path, files: _GroupFiles) -> float:
     """Returns how many bytes a control group has left; infinite if it has no limit."""
     limit = math.inf
-    for name in limits:
+    for name in files.limits:
         with suppress(*_UNREADABLE):  # "max" is no number, and no limit.
             limit = min(limit, int((folder / name).read_text()))
     if limit >= _NO_LIMIT:
         return math.inf
     with suppress(*_UNREADABLE):
-        return limit - int((folder / use).read_text()) + _field(folder / "memory.stat", cache)
+        # The kernel gives up its cache of files before the group is full.
+        return limit - int((folder / files.use).read_text()) + _number_after(folder / "memory.stat", files.cache)
     return limit
 
 
-def _field(path: Path, name: str) -> int:
-    """Returns the number after a name at the start of a line, 0 if there is none."""
+def _number_after(path: Path, name: str) -> int:
+    """Returns the number after a name at the start of a line in a file; 0 if no line begins with the name."""
     for line in path.read_text(errors="replace").splitlines():
         words = line.split()
         if words and words[0] == name:
@@ -99,7 +129,7 @@ def _field(path: Path, name: str) -> int:
 
 
 def forget_peaks(device: str) -> None:
-    """Resets the peak memory of the host ("cpu") or of a device: reused Python workers keep it from earlier tasks."""
+    """Resets the peak memory of the host ("cpu") or of a device: a reused Python worker has it from earlier tasks."""
     if is_host(device):
         with suppress(OSError):  # The system may forbid it.
             Path("/proc/self/clear_refs").write_text("5")
@@ -111,7 +141,7 @@ def forget_peaks(device: str) -> None:
 
 
 def peaks(device: str) -> dict[str, int]:
-    """Returns this process's peak memory in bytes: `peak_memory` on the host, `peak_device_memory` of device tensors.
+    """Returns this process's peak memory in bytes: `peak_memory` on the host, `peak_device_memory` for device tensors.
 
     Without /proc, `peak_memory` is the peak since the process started. `peak_device_memory` is missing for the CPU, and
     for devices whose peak torch does not record.
@@ -130,7 +160,7 @@ def peaks(device: str) -> dict[str, int]:
 
 def resident_bytes() -> int:
     """Returns this process's resident memory in bytes; 0 if the system does not report it."""
-    with suppress(OSError, ValueError, IndexError):
+    with suppress(*_UNREADABLE):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
@@ -151,11 +181,11 @@ def out_of_memory_kills() -> int:
 
 @contextmanager
 def given_back(least: int) -> Iterator[None]:
-    """Context in which blocks of at least so many bytes are given back to the system as soon as they are freed.
+    """Context in which blocks of at least `least` bytes are given back to the system as soon as they are freed.
 
-    glibc keeps blocks of up to 32 MiB for later ones, and often cannot use them: torch asks for aligned memory, which a
-    freed block of the same size does not hold. Ranks that gather parameters, and free them again, grow by several times
-    the model. Mapping each block anew may double the time of a step.
+    Otherwise, glibc keeps blocks of up to 32 MiB for later use, and often cannot use them: torch asks for aligned
+    memory, which a freed block of the same size does not hold. So ranks that gather parameters, and free them again,
+    would grow by several times the model. The price is that mapping each block anew may double the time of a step.
     """
     call = _function("mallopt")
     if call is not None and least < _LARGEST:
@@ -169,6 +199,6 @@ def given_back(least: int) -> Iterator[None]:
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """Returns a function of the C library, `None` if it is not glibc."""
+    """Returns a function of the C library; `None` if it has no such function, because it is not glibc."""
     function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)
     return function

@@ -24,7 +24,7 @@ SHIPPING_HINT = (
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Context without garbage collection, for imports that create hundreds of thousands of objects, and no garbage."""
+    """Context without garbage collection, for imports that create hundreds of thousands of objects and no garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -35,35 +35,38 @@ def uncollected() -> Iterator[None]:
 
 
 def load_object(path: str) -> Any:
-    """Imports `"package.module:attribute"`; a `ModuleError` says why it cannot."""
+    """Imports the object with the path `"package.module:attribute"`; a `ModuleError` says why it cannot."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'", code="ST-IMPORT")
-    part, value = "", None
+    # `value` is the object that lacks `part`, if an attribute is missing.
+    part = ""
+    value = None
     try:
         value = importlib.import_module(name)
         for part in attribute.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
-        ship = "is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect"
-        names = [] if value is None or isinstance(error, ImportError) else [n for n in dir(value) if n[0] != "_"]
-        raise ModuleError(
-            f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship), code="ST-IMPORT"
-        ) from error
+        hint = "is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect"
+        if value is not None and not isinstance(error, ImportError):
+            public_names = [name for name in dir(value) if not name.startswith("_")]
+            hint = nearest(part, public_names, otherwise=hint)
+        raise ModuleError(f"cannot import {path!r}: {error}", hint=hint, code="ST-IMPORT") from error
     return value
 
 
 def is_object(value: Any, expected: Any) -> bool:
-    """Whether a value is the expected object, or an import path of it, also that of an earlier version."""
+    """Whether a value is the expected object, or an import path of it, which may be that of an earlier version."""
     if not isinstance(value, str) or ":" not in value:
         return value is expected
-    module = getattr(expected, "__module__", "")
-    named = value.partition(":")[2] == getattr(expected, "__qualname__", "")
-    return named and value.partition(":")[0] in (module, earlier_name(module))
+    module, _, qualname = value.partition(":")
+    expected_module = getattr(expected, "__module__", "")
+    is_same_name = qualname == getattr(expected, "__qualname__", "")
+    return is_same_name and module in (expected_module, earlier_name(expected_module))
 
 
 def import_path(value: Any) -> str | None:
-    """Returns the import path of `value`, or `None` if importing it elsewhere would not return the same object."""
+    """Returns the import path of an object; `None` if another process that imports it would not get the same object."""
     name = getattr(value, "__module__", None)
     qualname = getattr(value, "__qualname__", None)
     if not name or not qualname or name == "__main__" or "<" in qualname:
@@ -107,8 +110,14 @@ def transformers() -> Any:
 
 
 def _optional(name: str, what: str, extra: str, where: str) -> Any:
+    """Imports a module that need not be installed.
+
+    If it is missing, the error says `what` needs it, and the hint which `extra` of this package, or which package,
+    installs it, and `where`.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        hint = f"pip install {f'sparktorch-estimator[{extra}]' if extra else name.partition('.')[0]}, {where}"
+        package = f"sparktorch-estimator[{extra}]" if extra else name.partition(".")[0]
+        hint = f"pip install {package}, {where}"
         raise ConfigError(f"{what}, which is not installed", hint=hint, code="ST-NOT-INSTALLED") from error

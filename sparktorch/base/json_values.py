@@ -1,4 +1,4 @@
-"""Values as JSON that gives them back, tuples too."""
+"""Values as JSON from which they come back unchanged, tuples included."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ __all__ = ["is_json", "tuples_made", "tuples_marked"]
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON gives the very value back: of tuples it makes lists, and NaN equals nothing."""
+    """Whether a value comes back from JSON unchanged; tuples do not, because they come back as lists."""
     try:
+        # Texts are compared, because NaN does not equal itself.
         return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
         return False
 
 
 def tuples_marked(value: Any) -> Any:
-    """Returns a value with `{"$tuple": [...]}` for the tuples in it, and Python's numbers for NumPy's."""
+    """Returns a value with `{"$tuple": [...]}` in place of tuples, and Python's numbers in place of NumPy's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
@@ -30,7 +31,7 @@ def tuples_marked(value: Any) -> Any:
 
 
 def tuples_made(value: Any) -> Any:
-    """Returns what was given to `tuples_marked`."""
+    """Returns the value that `tuples_marked` was called with."""
     if isinstance(value, list):
         return [tuples_made(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which value of a metric is the best, the smallest or the largest, by the metric's name."""
+"""Whether the smallest or the largest value of a metric is the best, by the metric's name."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _LARGEST = (
 
 
 def _ending(words: str) -> re.Pattern[str]:
+    """Returns a pattern for names that end with one of some words."""
     return re.compile(rf"(^|_)({'|'.join(words.split())})$")
 
 
@@ -30,7 +31,9 @@ _MODES: tuple[tuple[re.Pattern[str], Literal["min", "max"]], ...] = (
     (re.compile("(loss|error)$"), "min"),
     (_ending(_LARGEST), "max"),
 )
+# Words end before a capital letter, unless another one precedes it, and at characters that are no letters or digits.
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+# A name may end with the level, the average or the number of a metric.
 _LEVEL = re.compile(r"(_(epoch|step|at|top|k|macro|micro|weighted|mean|ovr|ovo|score)|_?\d+)$")
 _LIKELIHOOD = re.compile("neg(ative)?_?log_?likelihood")
 _NEGATED = re.compile("(^|_)neg")
@@ -39,10 +42,11 @@ _NEGATED = re.compile("(^|_)neg")
 def best_by_name(metric: str) -> Literal["min", "max"] | None:
     """Returns whether the smallest or the largest value of a metric is the best; `None` for a name that does not say.
 
-    The name's last words decide, such as `val_macro_f1`, `val_mse_0`, `val_loss_epoch`, `val_ndcg_at_10`, `val_mIoU` or
-    `val_MeanSquaredError`. A negated metric, such as `neg_mse`, does not say; the negative log likelihood is a loss.
+    The name's last words decide, such as in `val_macro_f1`, `val_mse_0`, `val_loss_epoch`, `val_ndcg_at_10`, `val_mIoU`
+    or `val_MeanSquaredError`. A negated metric, such as `neg_mse`, does not say; the negative log likelihood is a loss.
     """
-    names = [re.sub(words, "_", metric).strip("_").lower() for words in (_WORDS, "[^A-Za-z0-9]+")]
+    # Capital letters may begin words (`MeanSquaredError`) or not (`mIoU`), so both readings are tried.
+    names = [re.sub(separator, "_", metric).strip("_").lower() for separator in (_WORDS, "[^A-Za-z0-9]+")]
     names = [_LIKELIHOOD.sub("nll", name) for name in names]
     if any(map(_NEGATED.search, names)):
         return None
@@ -51,7 +55,7 @@ def best_by_name(metric: str) -> Literal["min", "max"] | None:
 
 
 def _best(name: str) -> Literal["min", "max"] | None:
-    """Returns the same for words in lower case; it leaves out levels, averages and numbers at their end."""
+    """Returns the same as `best_by_name`, for words in lower case, with or without levels, averages and numbers."""
     shorter = _LEVEL.sub("", name)
     mode = next((mode for ending, mode in _MODES if ending.search(name)), None)
     return mode if mode or shorter == name else _best(shorter)

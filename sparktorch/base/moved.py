@@ -46,7 +46,7 @@ _BEFORE_FOLDERS: dict[str, tuple[str, ...]] = {
     "sparktorch.ml.tasks.held_out": (f"{_TASKS}.shared.held_out",),
     "sparktorch.ml.tasks.image_size": (f"{_TASKS}.images.image_size",),
     "sparktorch.ml.tasks.labelled": (f"{_TASKS}.shared.labelled",),
-    "sparktorch.ml.tasks.learning": (f"{_TASKS}.shared.estimator",),
+    "sparktorch.ml.tasks.learning": (f"{_TASKS}.shared.learning",),
     "sparktorch.ml.tasks.ranker": (f"{_TASKS}.ranking.estimator",),
     "sparktorch.ml.tasks.recommender": (f"{_TASKS}.recommender.estimator", f"{_TASKS}.recommender.model"),
     "sparktorch.ml.tasks.season": (f"{_TASKS}.series.season",),
@@ -78,10 +78,10 @@ _EARLIER_NAMES = {home: name for name, homes in _BEFORE_FOLDERS.items() for home
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Imports a module under an earlier name, with all that the modules hold which have its content now.
+    """Imports a module under an earlier name, with the contents of the modules that have taken its place.
 
-    Spark's `Pipeline.load`, pickles and import paths in
-    saved files all import by name, so that none of them needs to know of this table.
+    Spark's `Pipeline.load`, pickles and import paths in saved files all import by name, so that none of them needs to
+    know this table.
     """
 
     def find_spec(
@@ -100,10 +100,10 @@ class _Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Lets Python import modules by their earlier names."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # Its place is the first: an empty folder that an update has left would be a package to the finder of paths.
+        # It comes first: Python's own finder takes an empty folder that an update has left for a package.
         sys.meta_path.insert(0, _Finder())
 
 
 def earlier_name(module: str) -> str:
-    """Returns the name by which checkpoints identify what a module holds: that from before it moved, if it did."""
+    """Returns the name by which checkpoints identify a module: the name from before it moved, if it has moved."""
     return _EARLIER_NAMES.get(module, module)

@@ -1,4 +1,4 @@
-"""Functions for the place of a callback that nobody needs."""
+"""Functions that take the place of a callback that nobody needs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["never", "no_op"]
 
 
 def no_op(*_: Any) -> None:
-    """Does nothing, whatever it gets."""
+    """Does nothing, with any arguments."""
 
 
 def never(*_: Any) -> bool:
-    """Returns `False`, whatever it gets."""
+    """Returns `False`, with any arguments."""
     return False

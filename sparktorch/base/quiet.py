@@ -10,13 +10,13 @@ from threading import Lock
 __all__ = ["quiet"]
 
 _lock = Lock()
-# A logger has here the number of contexts that are open in all threads, and its level before the first of them.
+# By logger, the number of contexts that are open in all threads, and the level before the first of them.
 _open: dict[str, tuple[int, int]] = {}
 
 
 @contextmanager
 def quiet(name: str, level: int = logging.CRITICAL) -> Iterator[None]:
-    """Context in which the logger of that name, and those below it, show records of that level and above only."""
+    """Context in which the logger `name`, and the loggers below it, show only records of `level` and above."""
     logger = logging.getLogger(name)
     with _lock:
         contexts, before = _open.get(name, (0, logger.level))

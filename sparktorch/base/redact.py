@@ -18,7 +18,7 @@ _SECRET = re.compile(
 
 
 def is_secret(value: Any, name: object = "") -> bool:
-    """Whether a value is a text that messages must not show: by its `name`, or because a URL in it has a password."""
+    """Whether a value is a text that messages must not show, because of its `name`, or of a password in a URL in it."""
     if not isinstance(value, str | bytes):
         return False
     return bool(_SECRET.search(str(name))) or (isinstance(value, str) and redacted(value) != value)
@@ -39,9 +39,10 @@ def display_text(value: Any, name: object = "") -> str:
         comma = "," if len(value) == 1 else ""
         return f"({', '.join(display_text(item, name) for item in value)}{comma})"
     if isinstance(value, partial):
-        named = (f"{key}={display_text(item, key)}" for key, item in value.keywords.items())
-        return f"{display_text(value.func)}({', '.join([*map(display_text, value.args), *named])})"
-    shows: object = type(value).__repr__
-    if callable(value) or shows is object.__repr__:
+        arguments = [display_text(argument) for argument in value.args]
+        arguments += [f"{key}={display_text(item, key)}" for key, item in value.keywords.items()]
+        return f"{display_text(value.func)}({', '.join(arguments)})"
+    repr_method: object = type(value).__repr__
+    if callable(value) or repr_method is object.__repr__:
         return getattr(value, "__qualname__", None) or type(value).__qualname__
     return redacted(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))

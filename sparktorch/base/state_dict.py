@@ -19,15 +19,15 @@ __all__ = [
     *("unpack_state", "unpacked_weights"),
 ]
 
-WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing adds this, state dicts do not.
-_EXTRA = "_extra_state"  # torch gives this name to what `get_extra_state` returns.
+WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing adds this to names of modules.
+_EXTRA = "_extra_state"  # Under this name, a state dict has the result of `get_extra_state`.
 
 _FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large.
 
 
 @cache
 def _is_saved(dtype: torch.dtype) -> bool:
-    """Whether the safetensors that is installed stores tensors of a dtype: older ones know fewer."""
+    """Whether the installed version of safetensors stores tensors of a dtype: older versions know fewer dtypes."""
     from safetensors.torch import save
 
     try:
@@ -41,7 +41,7 @@ def _is_saved(dtype: torch.dtype) -> bool:
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuses, by name, entries of a state dict that are no dense tensors, or whose dtype safetensors lacks."""
+    """Refuses entries of a state dict, by name, that are no dense tensors, or whose dtype safetensors lacks."""
     for name, value in state.items():
         kind = f"a {type(value).__name__}"
         if isinstance(value, torch.Tensor):
@@ -59,18 +59,18 @@ def check_state(state: Mapping[str, object]) -> None:
 
 
 def check_returned(module: nn.Module) -> None:
-    """Refuses state dicts whose entries are not those of a module's parameters and buffers, or lack a parameter.
+    """Refuses a module whose state dict has other entries than its parameters and buffers, or lacks a parameter.
 
-    So each entry can be given to its tensor again, without `load_state_dict`.
+    So each entry can be copied back into its tensor, without `load_state_dict`.
     """
     state = module.state_dict(keep_vars=True)
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     extra = {name for name, _ in extra_states(module)}
-    returned = set(map(id, state.values()))
+    in_state = {id(value) for value in state.values()}
     foreign = [name for name, value in state.items() if id(value) not in registered and name not in extra]
-    lost = [name for name, parameter in module.named_parameters() if id(parameter) not in returned]
-    if foreign or lost:
-        what = f"holds {foreign[0]!r}, which is no parameter or buffer" if foreign else f"lacks {lost[0]!r}"
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in in_state]
+    if foreign or missing:
+        what = f"holds {foreign[0]!r}, which is no parameter or buffer" if foreign else f"lacks {missing[0]!r}"
         raise ModuleError(
             f"the state_dict() of {type(module).__qualname__} {what}, as by a hook",
             hint="register what must be saved as parameters or buffers; or leave modelDir out",
@@ -80,21 +80,21 @@ def check_returned(module: nn.Module) -> None:
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the parts of a module that have extra state, each after the name of its state in the state dict."""
+    """Yields the parts of a module that have extra state, after the name that the state has in the state dict."""
     for path, part in module.named_modules(remove_duplicate=False):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             yield f"{path}.{_EXTRA}".removeprefix(".").replace(WRAPPER, ""), part
 
 
 def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
-    """Returns the state dict as safetensors bytes; tensors that share memory are each written in full."""
+    """Returns the state dict as safetensors bytes; each of several tensors that share memory is written in full."""
     from safetensors.torch import save
 
     return save(apart(state))
 
 
 def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors on the CPU, as safetensors takes them: none of them shares memory with another."""
+    """Returns the tensors on the CPU, none of which shares memory with another, as safetensors requires."""
     addresses: set[int] = set()
     tensors = {}
     for name, value in state.items():
@@ -106,9 +106,11 @@ def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def entries(content: bytes) -> frozenset[str]:
-    """Returns the names in a state dict of safetensors bytes, from their header; without bytes, there are none."""
+    """Returns the names in a state dict from the header of its safetensors bytes; none if there are no bytes."""
+    if not content:
+        return frozenset()
     size = int.from_bytes(content[:8], "little")
-    return frozenset(json.loads(content[8 : 8 + size]) if content else ())
+    return frozenset(json.loads(content[8 : 8 + size]))
 
 
 def packed_weights(weights: Mapping[str, torch.Tensor]) -> bytes:

@@ -24,22 +24,26 @@ _SINGLE = "model.safetensors"
 class WeightsFolder(Mapping[str, torch.Tensor]):
     """Tensors by name, which are mapped into memory when they are asked for: processes of a host share their pages.
 
-    A parameter that a module has under several names is saved under the first one. The folder is on a file system that
-    is mounted wherever it is read. `token` is what the training that wrote it has put into the index; empty for any.
+    A parameter that a module has under several names is saved under the first of them.
+
+    Attributes:
+        path: The folder, on a file system that is mounted under this path wherever the folder is read.
+        token: The text that the training that wrote the folder has put into its index; empty for a folder of any
+            origin.
     """
 
     path: str
     token: str = ""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns a tensor, on the CPU; changes to it are not written."""
+        """Returns a tensor on the CPU; changes to it are not written to the file."""
         file = self._files[name]
         with self._reading():
             tensor: torch.Tensor = self._opened(file).get_tensor(name)
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor of that name; maps none."""
+        """Whether there is a tensor of this name; maps no tensor."""
         return name in self._files
 
     def __iter__(self) -> Iterator[str]:
@@ -49,9 +53,9 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
         return len(self._files)
 
     def delete(self) -> None:
-        """Deletes the files of the training that wrote the folder, and the folder, unless there are others in it.
+        """Deletes the files that the training has written, and the folder, unless it holds other files.
 
-        A `PersistenceError` says that no training of ours wrote it, or that it cannot be read or deleted.
+        A `PersistenceError` says that no training wrote the folder, or that it cannot be read or deleted.
         """
         if not self.token:
             raise PersistenceError(
@@ -72,20 +76,19 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
             Path(self.path).rmdir()
 
     def __reduce__(self) -> tuple[type[WeightsFolder], tuple[str, str]]:
-        """Leaves out open files."""
+        """Returns what a pickle holds: path and token, without open files."""
         return WeightsFolder, (self.path, self.token)
 
     @cached_property
     def _files(self) -> dict[str, str]:
         """The file of each tensor."""
-        index, single = Path(self.path, INDEX), Path(self.path, _SINGLE)
         with self._reading():
-            if not self.token and single.is_file():
+            if not self.token and Path(self.path, _SINGLE).is_file():
                 return dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
-            form = json.loads(index.read_text())
-            files: dict[str, str] = form["weight_map"]
-            written = form.get("metadata", {}).get("sparktorch", "")
-        if self.token and written != self.token:
+            index = json.loads(Path(self.path, INDEX).read_text())
+            files: dict[str, str] = index["weight_map"]
+            token = index.get("metadata", {}).get("sparktorch", "")
+        if self.token and token != self.token:
             raise PersistenceError(
                 f"{self.path} holds the weights of another training", param="modelDir", code="ST-MODEL-DIR"
             )
@@ -93,32 +96,36 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Context in which files are read; says where they must be."""
+        """Context in which files are read; a `PersistenceError` says where they must be."""
         from safetensors import SafetensorError
 
         try:
             yield
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            more = "a model whose folder was deleted must be fitted again"
+            hint = "the folder must be mounted under this path wherever the model is trained, loaded or scored, with "
+            hint += "all its files, and these whole"
+            if self.token:
+                hint += "; a model whose folder was deleted must be fitted again"
             raise PersistenceError(
                 f"the weights in {self.path} cannot be read: {error}",
-                hint="the folder must be mounted under this path wherever the model is trained, loaded or scored, with "
-                f"all its files, and these whole{f'; {more}' if self.token else ''}",
+                hint=hint,
                 param="modelDir" if self.token else "module",
                 code="ST-MODEL-DIR",
             ) from error
 
     def _opened(self, file: str) -> Any:
-        """Returns the open file; the names in an index may come from an attacker, and stay inside the folder."""
+        """Returns an open file of the folder."""
         from safetensors import safe_open
 
         handles = self._handles
         if file not in handles:
+            # An attacker may have written the index: without folders in its names, files stay inside this folder.
             handles[file] = safe_open(Path(self.path, Path(file).name), framework="pt", device="cpu")
         return handles[file]
 
     @cached_property
     def _handles(self) -> dict[str, Any]:
+        """The open files, by name."""
         return {}
 
 

@@ -13,12 +13,13 @@ class World:
 
     Attributes:
         rank: This rank, `0 <= rank < world_size`.
+        world_size: Number of ranks.
         local_rank: This rank's index among the ranks on its host.
         local_size: Number of the job's ranks on its host.
         host: The host as the cluster manager names it.
         address: The local IP address that reaches the other ranks; empty to let torch choose.
-        device: The torch device this rank trains on, `"cpu"` or an accelerator with its index, such as `"cuda:1"`.
-        threads: Number of intra-op threads torch may use in this rank.
+        device: The torch device on which this rank trains: "cpu", or an accelerator with its index, such as "cuda:1".
+        threads: Number of intra-op threads that torch may use in this rank.
     """
 
     rank: int = 0

@@ -42,7 +42,7 @@ __all__ = [
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
 Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw", "image"]
 
-# The encoding names columns so. Specs carry the user's column names, for messages only.
+# These are the names of columns in the encoding. Specs have the user's column names too, for messages only.
 LABEL = "y"
 WEIGHT = "w"
 VALIDATION = "v"
@@ -51,7 +51,7 @@ FOLD = "f"
 GROUP = "g"
 ORDER = "o"
 
-# A part of a path is in backticks, and two of these within it stand for one; or it has neither backticks nor dots.
+# A part of a path is in backticks, where two backticks stand for one; or it has neither backticks nor dots.
 _PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
 
 
@@ -72,15 +72,17 @@ class TensorSpec:
     Attributes:
         name: Column name in the encoding; `column` is the user's.
         shape: Shape of one row, `()` for a scalar; for ragged rows, shape of one element.
-        kind: Name of the kind of column in `data/fields/kinds.py`.
-        lists: Length of the lists on each level, if it differs from `shape`; for ragged rows, from the second level on.
+        kind: Name of the kind of column in `KINDS` of `data/fields/kinds.py`.
+        lists: Length of the lists on each level, if it differs from `shape`; ragged rows begin with the second level.
         sources: The user's columns, if several scalar ones are packed into this one.
-        places: Indices of `sources` among the user's columns; empty if they follow those of the specs before.
-        fill: Replacement for nulls and NaN; `None` leaves them unfit.
+        places: Indices of `sources` among the user's columns; empty if they follow the columns of the specs before.
+        fill: Replacement for nulls and NaN; `None` if rows that hold them are unfit.
         nulls: Whether `preprocess` gets nulls and NaN as they are, in an Arrow array, whatever `fill` says.
         limit: Maximum number of elements in a ragged row, the rest is cut off; `None` for no limit.
+        pad: Value of the positions after the end of a padded row.
         resize: Whether images of another size are resized; otherwise they are an error.
-        sql: Spark SQL type of a column that `preprocess` gets as it is; `dtype`, `shape` and `layout` do not apply.
+        sql: Spark SQL type of a column that `preprocess` gets as it is, for which `dtype`, `shape` and `layout` say
+            nothing; empty for other columns.
     """
 
     name: str
@@ -133,18 +135,20 @@ class TensorSpec:
         return f"column {self.column!r}: {self.dtype} of shape ({shape})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form without default values."""
+        """Returns a JSON-ready form, without default values except for the shape."""
         form: dict[str, Any] = {"name": self.name, "column": self.column, "dtype": self.dtype, "shape": self.shape}
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.default is not MISSING and value != entry.default:
-                form[entry.name] = value
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if attribute.default is not MISSING and value != attribute.default:
+                form[attribute.name] = value
         return {name: list(value) if isinstance(value, tuple) else value for name, value in form.items()}
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> TensorSpec:
         """Rebuilds a spec from `to_dict`."""
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in form.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in form.items()
+        }
         return cls(**values)
 
 
@@ -153,7 +157,11 @@ class InputOptions:
     """The user's options for input columns; mappings are by column name.
 
     Attributes:
+        shapes: Shape of one row.
+        layouts: The `Layout` of the tensor.
+        dtypes: The `DType` of the tensor.
         limits: Maximum number of elements in a ragged row; the rest is cut off.
+        pads: Value of the positions after the end of a padded row.
         assemble: Whether all scalar columns are packed into one tensor.
         fill: Replacement for nulls and NaN; `None` for none.
         drop: Whether rows with a null, NaN or infinity are dropped.
@@ -190,15 +198,16 @@ class InputOptions:
 
     def check_names(self, columns: Sequence[str]) -> None:
         """Refuses options for names that are no input column."""
-        for param, values in self._by_param().items():
-            for name in values:
+        for param, options in self._by_param().items():
+            for name in options:
                 one_of(param, name, tuple(columns))
 
     def params_of(self, column: str) -> list[str]:
         """Returns the Params that have an option for a column."""
-        return [param for param, values in self._by_param().items() if column in values]
+        return [param for param, options in self._by_param().items() if column in options]
 
     def _by_param(self) -> dict[str, Mapping[str, Any]]:
+        """Returns the options by the Param that sets them."""
         return {
             "inputShapes": self.shapes,
             "inputLayouts": self.layouts,
@@ -210,15 +219,17 @@ class InputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Samples that are windows: so many consecutive rows of a group.
+    """Samples that are windows: a fixed number of consecutive rows of a group.
+
+    A label has the rows of the horizon. An argument of `forward` has the rows of the context or, if its future values
+    are known, all rows of the window.
 
     Attributes:
-        context: Number of rows before those that are predicted.
-        horizon: Number of rows that are predicted, the last ones of a window.
-        step: Number of rows from the start of a window to that of the next one; the last one ends with its group.
-        known_ahead: Positions, among the arguments of `forward`, of those whose future values are known: they have all
-            rows of a window, others those of the context, and labels those of the horizon.
-        even: SQL type and time zone of the order, if rows must follow each other in even steps; `None` for any.
+        context: Number of rows before the predicted rows.
+        horizon: Number of predicted rows, which are the last ones of a window.
+        step: Number of rows from the start of a window to the start of the next; the last window ends with its group.
+        known_ahead: Positions of the arguments of `forward` whose future values are known.
+        even: SQL type and time zone of the order, if rows must follow each other in even steps; `None` for any steps.
     """
 
     context: int
@@ -229,18 +240,18 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """Number of rows of a window."""
+        """Number of rows in a window."""
         return self.context + self.horizon
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of a training set, whose rows stay together, and what a sample is: a whole group, or a window.
+    """The groups of a training set, whose rows stay together, and whether a sample is a whole group or a window of it.
 
     Attributes:
         group: The user's column; `None` if all rows are one group.
         order: The user's column that orders the rows of a group; `None` for any order.
-        window: The windows that are samples; `None` if whole groups are.
+        window: The windows that are samples; `None` if samples are whole groups.
     """
 
     group: str | None
@@ -253,15 +264,18 @@ class Columns:
     """The columns of a training set.
 
     Attributes:
-        classes: Number of classes the labels index, `None` when labels are not classes.
+        inputs: The columns that become arguments of `forward`.
+        label: The column of labels, or `None`.
+        classes: Number of classes that the labels index; `None` if labels are not classes.
         ignored: The label that the loss leaves out of its mean, which no row may have; `None` if it leaves none out.
         weight: The column of sample weights, float32, or `None`.
         validation: The boolean column that marks validation rows, or `None`.
         drop_nulls: Whether rows with a null, NaN or infinity are dropped; otherwise they are an error.
-        keyed: Whether row keys cover all columns. Otherwise they cover those that are not digestible, if any, and the
-            ranks add a digest of the others.
-        folds: Whether an int column has the fold of each row in a cross-validation.
-        carried: The user's numeric columns that evaluators compare with predictions; encoded as doubles.
+        preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
+        keyed: Whether row keys cover all columns. Otherwise they cover the columns that are not digestible, if any, and
+            the ranks add a digest of the others.
+        folds: Whether the int column `FOLD` has the fold of each row in a cross-validation.
+        carried: The user's numeric columns that evaluators compare with predictions, which are encoded as doubles.
         groups: The groups of the rows; `None` if each row is a sample.
         grades: Whether labels are grades, which are >= 0.
     """
@@ -299,7 +313,7 @@ class Columns:
 
 
 def argument_names(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Returns the names of the tensors that columns become; the mask of a padded one is the attention mask."""
+    """Returns the names of the tensors that columns become; the mask of a padded column is the attention mask."""
     names: list[str] = []
     for spec in inputs:
         names.append(spec.column)
@@ -309,31 +323,36 @@ def argument_names(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 
 def positions_of(inputs: Sequence[TensorSpec]) -> list[int]:
-    """Returns the index among the user's columns of each column of the specs: spec by spec, packed ones one by one."""
+    """Returns the index of each column of the specs among the user's columns.
+
+    The order is spec by spec, with the packed columns of a spec one by one.
+    """
     count = sum(len(spec.sources) or 1 for spec in inputs)
-    packed = {position for spec in inputs for position in spec.places}
-    unpacked = iter([position for position in range(count) if position not in packed])
-    positions: list[int] = []
+    packed = {index for spec in inputs for index in spec.places}
+    others = iter([index for index in range(count) if index not in packed])
+    indices: list[int] = []
     for spec in inputs:
-        positions += spec.places or islice(unpacked, len(spec.sources) or 1)
-    return positions
+        indices += spec.places or islice(others, len(spec.sources) or 1)
+    return indices
 
 
 def name_parts(name: str) -> list[str]:
     """Returns the parts of a path into structs, parsed as by Spark; a name that is no path is one part."""
     parts: list[str] = []
-    position = 0
-    match = _PART.match(name, position)
+    match = _PART.match(name)
     while match is not None:
         parts.append(match[2] or match[1].replace("``", "`"))
-        position = match.end() + 1
-        if match.end() == len(name) or name[match.end()] != ".":
-            break
-        match = _PART.match(name, position)
-    return parts if position == len(name) + 1 else [name]
+        end = match.end()
+        if end == len(name):
+            return parts
+        match = _PART.match(name, end + 1) if name[end] == "." else None
+    return [name]
 
 
 def plain_names(names: Sequence[str]) -> list[str]:
-    """Returns column names without the backticks that only Spark needs; as they are where two would be the same."""
+    """Returns column names without the backticks that only Spark needs.
+
+    If two of them would then be the same, all stay as they are.
+    """
     plain = [".".join(name_parts(name)) for name in names]
     return plain if len(set(plain)) == len(set(names)) else list(names)

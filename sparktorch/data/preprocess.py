@@ -18,7 +18,7 @@ Function = Callable[..., Mapping[str, torch.Tensor]]
 
 
 class LoadedPreprocess(ABC):
-    """A `preprocess` that is sent without what it needs, and loads that in each process.
+    """A `preprocess` that needs something large, such as a tokenizer: each process loads it, and it is never sent.
 
     Attributes:
         libraries: Names of the packages that it imports.
@@ -28,12 +28,20 @@ class LoadedPreprocess(ABC):
 
     @abstractmethod
     def load(self) -> Any:
-        """Returns what it needs, which `save_pretrained(folder)` writes beside a model; it must be on this machine."""
+        """Loads what the callable needs from this machine, and returns it.
+
+        The returned object has a method `save_pretrained(folder)`, which writes it beside a model.
+        """
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The epoch, which is `None` in validation and scoring, and the seed of the step that rows are taken for."""
+    """The step for which rows are taken.
+
+    Attributes:
+        epoch: The epoch of the step; `None` in validation and scoring.
+        seed: Seed of the generator that the callable gets.
+    """
 
     epoch: int | None
     seed: int
@@ -46,7 +54,11 @@ EVALUATION = StepContext(None, 0)
 class Preprocess:
     """Makes the arguments of `forward` from the input columns, by the user's callable.
 
-    `arguments` names the tensors that it returns, in the order of `forward`; `None` until it has run on the sample row.
+    Attributes:
+        function: The callable.
+        names: Names of the input columns.
+        arguments: Names of the tensors that the callable returns, in the order of `forward`; `None` until it has run on
+            the sample row.
     """
 
     function: Function
@@ -62,25 +74,26 @@ class Preprocess:
     ) -> dict[str, torch.Tensor]:
         """Returns the callable's tensors by name, in the order of `arguments`.
 
-        Each column is a tuple of its values, and its mask if it is padded. A `ModuleError` refuses what is no dict of
-        tensors with `rows` rows, and other names than for the sample row.
+        Each column is a tuple of its values, and its mask if it is padded. A `ModuleError` refuses results that are no
+        dict of tensors with `rows` rows, and other names than for the sample row.
         """
+        # The callable gets a column without a mask as its values alone.
         named = {
             name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
         }
         generator = torch.Generator().manual_seed(context.seed)
         tensors = self.function(named, epoch=context.epoch, generator=generator)
-        wrong = self._wrong(tensors, rows)
-        if wrong:
+        problem = self._problem_with(tensors, rows)
+        if problem:
             raise ModuleError(
-                f"preprocess {getattr(self.function, '__qualname__', self.function)} returned {wrong}",
+                f"preprocess {getattr(self.function, '__qualname__', self.function)} returned {problem}",
                 hint="return a dict of tensors, one for each argument of forward, with a row for each row",
                 param="preprocess",
                 code="ST-PREPROCESS",
             )
         return {name: tensors[name] for name in self.arguments or tensors}
 
-    def _wrong(self, result: Any, rows: int) -> str:
+    def _problem_with(self, result: Any, rows: int) -> str:
         """Returns what is wrong with the callable's result; empty if nothing is."""
         if not isinstance(result, Mapping) or not result:
             return type(result).__name__
@@ -90,11 +103,11 @@ class Preprocess:
             if not tensor.dim() or len(tensor) != rows:
                 return f"{name!r} of shape {tuple(tensor.shape)} for {rows} rows"
         if self.arguments is not None and set(result) != set(self.arguments):
-            return f"{_listed(result)}, and {_listed(self.arguments)} for the first row"
+            return f"{_joined(result)}, and {_joined(self.arguments)} for the first row"
         return ""
 
 
-def _listed(names: Iterable[str]) -> str:
+def _joined(names: Iterable[str]) -> str:
     return " and ".join(map(repr, names))
 
 

@@ -1,4 +1,4 @@
-"""Code that is saved with a model: a process that runs a class of it from another file refuses the model."""
+"""Code that is saved with a model: a process that has imported its classes from other files refuses the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ __all__ = ["check_code", "fingerprints"]
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of the modules in a folder, which would be on the Python path, by import name."""
-    names = {file: ".".join(file.relative_to(folder).with_suffix("").parts) for file in folder.rglob("*.py")}
-    return {name.removesuffix(".__init__"): sha256(file.read_bytes()).hexdigest() for file, name in names.items()}
+    """Returns the SHA-256 of each module in a folder, by the import name that it has if the folder is on the path."""
+    digests = {}
+    for file in folder.rglob("*.py"):
+        name = ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+        digests[name] = sha256(file.read_bytes()).hexdigest()
+    return digests
 
 
 def check_code(code: Mapping[str, str], used: Iterable[Any]) -> None:
-    """Refuses classes and functions whose file, or that of a base class, is not as it was saved with the model.
+    """Refuses classes and functions if their file, or the file of a base class, is not as it was saved with the model.
 
-    `code` is the model's, as from `fingerprints`.
+    `code` has the fingerprints of the model's files, as from `fingerprints`.
     """
+    # A class brings its base classes, a function itself.
     modules = {getattr(part, "__module__", None) for value in used for part in getattr(value, "__mro__", (value,))}
     for name in sorted(code.keys() & modules):
         module: Any = sys.modules[name]

@@ -1,9 +1,11 @@
-"""Exports a module as a `torch.export` program: its graph, for code without an import path.
+"""Exports a module as a `torch.export` program: its graph, for modules whose code has no import path.
 
-The program is the graph in evaluation mode. Weights are an input of it: the archive holds none, they stay in
-safetensors. A `.pt2` archive can run code when it is loaded: `torch.export.load` unpickles sample inputs and
-custom objects, resolves names, and evaluates symbolic expressions. Archives written here have nothing to
-unpickle, and `check_archive` refuses all others before torch reads them.
+The program is the graph in evaluation mode. The weights are an input of the graph, so that the archive holds none of
+them: they stay in safetensors.
+
+A `.pt2` archive can run code when it is loaded: `torch.export.load` unpickles sample inputs and custom objects,
+resolves names, and evaluates symbolic expressions. Archives that are written here have nothing to unpickle, and
+`check_archive` refuses all other archives before torch reads them.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ __all__ = [
 
 Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]
 
-_lock = RLock()  # torch.export changes state of the process.
+_lock = RLock()  # torch.export changes global state of the process.
 _EXAMPLE_ROWS = 3
 _EXAMPLE_LONGEST = 5
+# A target in a graph is an operator of torch, or an arithmetic operator of Python.
 _OPERATORS = r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|mod|eq|ne|lt|le|gt|ge)"
 # torch writes symbolic expressions as sympy's srepr: "Mul(Integer(8), Symbol('s21', positive=True))".
 _EXPRESSION = (
     r"(?:\b(?:Add|Mul|Pow|Min|Max|Mod|PythonMod|FloorDiv|CeilDiv|Integer|Rational|Symbol|positive|nonnegative"
     r"|integer|True|False)\b|'[su]\d+'|-?\d+(?!\d)|[(),= ])*"
 )
+# A guard compares sizes of inputs with numbers.
 _GUARD = r"(?:L\['inputs'\]\[\d+\]|\.size\(\)|\[\d+\]|[0-9+*()<>=! -]|//|%)*"
 _TEXT_RECORDS = ("archive_format", "archive_version", "version", "byteorder", "serialization_id")
 
@@ -57,7 +61,9 @@ class ExportError(Exception):
 class Program:
     """An exported module; called like a module class, it returns the module.
 
-    `archive` is the `.pt2` archive. Entries of the state dict that `parameters` does not name are buffers.
+    Attributes:
+        archive: The `.pt2` archive.
+        parameters: Names of the entries of the state dict that are parameters; the others are buffers.
     """
 
     archive: bytes
@@ -76,7 +82,7 @@ class Script:
 
     @classmethod
     def of(cls, module: torch.jit.ScriptModule) -> Script:
-        """Returns the program of a module."""
+        """Returns the program of a TorchScript module."""
         buffer = io.BytesIO()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -94,27 +100,28 @@ class Script:
 
 
 def export_program(module: nn.Module, inputs: Inputs) -> Program:
-    """Exports a module on the CPU in evaluation mode, for any number of rows.
+    """Exports a module that is on the CPU and in evaluation mode, for any number of rows.
 
-    An `ExportError` says that the graph cannot be captured, or gives other results than the module.
+    An `ExportError` says that the graph cannot be captured, or computes something else than the module.
     """
     state = _sorted(module.state_dict())
     arguments = example_inputs(inputs)
-    shapes: Any = (dict.fromkeys(state), _any_rows(inputs))
+    shapes: Any = (dict.fromkeys(state), _dynamic_shapes(inputs))
     with quiet_export():
         exported = torch.export.export(_OverState(module), (state, arguments), dynamic_shapes=shapes)
-        # Example inputs would be pickled, and hold the weights.
+        # torch would pickle the example inputs, which hold the weights.
         exported.example_inputs = None
         buffer = io.BytesIO()
         torch.export.save(exported, buffer)
-    program = Program(buffer.getvalue(), tuple(name for name, _ in module.named_parameters(remove_duplicate=False)))
+    parameters = tuple(name for name, _ in module.named_parameters(remove_duplicate=False))
+    program = Program(buffer.getvalue(), parameters)
     check_archive(program.archive)
     _compare(module, program(**state), example_inputs(inputs, rows=_EXAMPLE_ROWS + 2, longest=_EXAMPLE_LONGEST + 2))
     return program
 
 
 def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
-    """Returns the `.pt2` archive of a module on the CPU, with its weights; the program takes the inputs only."""
+    """Returns the `.pt2` archive of a module on the CPU with its weights, whose program takes the inputs only."""
     with quiet_export():
         buffer = io.BytesIO()
         torch.export.save(exported_whole(module, inputs), buffer)
@@ -124,9 +131,11 @@ def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
 def exported_whole(module: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
     """Returns the program of a module on the CPU, which takes any number of rows of the inputs."""
     arguments = example_inputs(inputs)
-    shapes: Any = _any_rows(inputs)
+    shapes: Any = _dynamic_shapes(inputs)
     with quiet_export():
-        if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
+        parameters = inspect.signature(module.forward).parameters.values()
+        # torch takes the shapes of `*inputs` as those of one parameter.
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             shapes = (shapes,)
         return torch.export.export(module, arguments, dynamic_shapes=shapes)
 
@@ -134,45 +143,49 @@ def exported_whole(module: nn.Module, inputs: Inputs) -> torch.export.ExportedPr
 def example_inputs(
     inputs: Inputs, rows: int = _EXAMPLE_ROWS, longest: int = _EXAMPLE_LONGEST
 ) -> tuple[torch.Tensor, ...]:
-    """Returns example arguments of `forward`: noise for floats, zeros for integers (which may be indices).
+    """Returns example arguments of `forward` for `rows` rows; padded rows have the length `longest`.
 
-    Padded rows have the length `longest`. An `ExportError` refuses jagged and sparse inputs, which `torch.export`
-    cannot capture.
+    An `ExportError` refuses jagged and sparse inputs, which `torch.export` cannot capture.
     """
     arguments: list[torch.Tensor] = []
     for spec in inputs:
         if spec.layout in ("jagged", "sparse_csr"):
-            named = f"column {spec.column!r}" if isinstance(spec, TensorSpec) else spec.name
-            raise ExportError(f"{named} is {spec.layout}, and no graph can take that")
-        padded = (longest,) if spec.layout == "padded" else ()
-        shape = (rows, *padded, *spec.shape)
+            subject = f"column {spec.column!r}" if isinstance(spec, TensorSpec) else spec.name
+            raise ExportError(f"{subject} is {spec.layout}, and no graph can take that")
+        is_padded = spec.layout == "padded"
+        shape = (rows, longest, *spec.shape) if is_padded else (rows, *spec.shape)
         dtype = getattr(torch, spec.dtype)
-        noise = torch.Generator().manual_seed(rows)
+        generator = torch.Generator().manual_seed(rows)
         if dtype.is_floating_point:
-            arguments.append(torch.randn(shape, generator=noise, dtype=dtype))
-        else:
-            # Integers may be indices, so they are zero; a mask says that all positions hold data.
-            arguments.append(torch.full(shape, dtype == torch.bool, dtype=dtype))
-        if padded:
+            arguments.append(torch.randn(shape, generator=generator, dtype=dtype))
+        elif dtype == torch.bool:  # A mask says that all positions hold data.
+            arguments.append(torch.ones(shape, dtype=dtype))
+        else:  # Integers may be indices, of which 0 is always one.
+            arguments.append(torch.zeros(shape, dtype=dtype))
+        if is_padded:
+            # The rows differ in length.
             arguments.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
     return tuple(arguments)
 
 
-def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
-    """Returns dynamic shapes for `torch.export`: any number of rows, and any length of padded rows."""
+def _dynamic_shapes(inputs: Inputs) -> tuple[Any, ...]:
+    """Returns shapes for `torch.export` with any number of rows, and any length of padded rows."""
     dynamic = torch.export.Dim.DYNAMIC
     shapes: list[Any] = []
     for spec in inputs:
-        if isinstance(spec, ArgumentSpec):  # `preprocess` makes it: other axes may vary, too.
+        if isinstance(spec, ArgumentSpec):
+            # `preprocess` makes the argument, whose other axes may vary, too.
             shapes.append({0: dynamic, **dict.fromkeys(range(1, len(spec.shape) + 1), torch.export.Dim.AUTO)})
-            continue
-        shapes += [{0: dynamic, 1: dynamic}] * 2 if spec.layout == "padded" else [{0: dynamic}]
+        elif spec.layout == "padded":
+            shapes += [{0: dynamic, 1: dynamic}] * 2  # The mask has the same axes.
+        else:
+            shapes.append({0: dynamic})
     return tuple(shapes)
 
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Lets one thread export at a time; raises failures as `ExportError`, and suppresses torch's printed reports."""
+    """Lets one thread export at a time, raises failures as `ExportError`, and suppresses reports that torch prints."""
     try:
         with _lock, quiet("torch"), redirect_stderr(io.StringIO()), torch.no_grad():
             yield
@@ -181,26 +194,24 @@ def quiet_export() -> Iterator[None]:
 
 
 def check_archive(archive: bytes) -> None:
-    """Refuses archives that are more than a graph of torch's own operators, before one is unpickled or evaluated."""
+    """Refuses an archive that is more than a graph of torch's own operators, before torch unpickles or evaluates it."""
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:
-            wrong = [_wrong_in(record.filename, records.read(record)) for record in records.infolist()]
+            problems = [_problem_in(record.filename, records.read(record)) for record in records.infolist()]
     except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError) as error:
-        wrong = [f"the archive cannot be read: {error}"]
-    for reason in filter(None, wrong):
-        raise ExportError(reason)
+        problems = [f"the archive cannot be read: {error}"]
+    for problem in problems:
+        if problem:
+            raise ExportError(problem)
 
 
-def _wrong_in(path: str, content: bytes) -> str:
-    """Returns what is wrong with a record, if torch would unpickle it or evaluate its strings; else nothing."""
+def _problem_in(path: str, content: bytes) -> str:
+    """Returns why a record is refused: torch would unpickle it, or evaluate its strings; empty if it is not."""
     folder, _, name = path.rpartition("/")
     if name.endswith("_config.json"):
-        entries = json.loads(content)["config"]
-        if any(
-            entry["use_pickle"] or not entry["path_name"].startswith(("tensor_", "weight_"))
-            for entry in entries.values()
-        ):
-            return f"{path} names pickled objects"
+        for entry in json.loads(content)["config"].values():
+            if entry["use_pickle"] or not entry["path_name"].startswith(("tensor_", "weight_")):
+                return f"{path} names pickled objects"
     elif folder.endswith("/models") or folder == "models":
         for key, text in _strings(json.loads(content)):
             allowed = {"target": _OPERATORS, "expr_str": _EXPRESSION, "guards_code": _GUARD}.get(key)
@@ -224,12 +235,12 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _sorted(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the weights sorted by name, the order in which a program expects them."""
+    """Returns the weights sorted by name, which is the order in which a program expects them."""
     return {name: state[name].detach() for name in sorted(state)}
 
 
 def _compare(module: nn.Module, exported: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Checks that a graph computes the same as the module."""
+    """Refuses a graph that does not compute the same as the module."""
     with torch.inference_mode():
         try:
             torch.testing.assert_close(exported(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
@@ -249,7 +260,7 @@ class _OverState(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # In a list, the module is hidden from nn.Module: the weights are an argument.
+        # The list hides the module from nn.Module: its weights are an argument.
         self._module = [module]
 
     def forward(self, state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Any:
@@ -261,9 +272,10 @@ class _ExportedModule(nn.Module):
 
     def __init__(self, program: Program, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._program, self._device = program, torch.device("cpu")
-        # In a list, the graph is hidden from nn.Module: the weights are an argument.
-        self._run = [_graph_on(program, self._device)]
+        self._program = program
+        self._device = torch.device("cpu")
+        # The list hides the graph from nn.Module: its weights are an argument.
+        self._graph = [_graph_on(program, self._device)]
         for name, value in state.items():
             *path, leaf = name.split(".")
             owner: nn.Module = self
@@ -277,14 +289,15 @@ class _ExportedModule(nn.Module):
                 owner.register_buffer(leaf, value)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        return self._run[0](_sorted(self.state_dict()), inputs)
+        return self._graph[0](_sorted(self.state_dict()), inputs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _ExportedModule:
-        """Moves the graph with the weights: it names devices, and holds tensors that are no weights."""
+        """Moves the graph with the weights, because it names devices, and holds tensors that are no weights."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0, device=self._device)).device
         if device != self._device:
-            self._run, self._device = [_graph_on(self._program, device)], device
+            self._graph = [_graph_on(self._program, device)]
+            self._device = device
         return self
 
     def train(self, mode: bool = True) -> _ExportedModule:

@@ -28,50 +28,52 @@ __all__ = ["write_as"]
 
 
 def write_as(trained: TrainedModule, file: Path, kind: str) -> None:
-    """Writes a module to a file of the format "onnx", "pt2" or "safetensors"; see `TorchModelBase.export`."""
+    """Writes a module to a file in the format "onnx", "pt2" or "safetensors"; see `TorchModelBase.export`."""
     one_of("format", kind, ("onnx", "pt2", "safetensors"))
     module = trained.build()
     if kind == "safetensors":
         if file.suffix == ".json":
             what = f"{file} would be the description beside the weights"
             raise PersistenceError(what, hint="give the weights another ending, such as .safetensors")
-        with _replacing(file) as temporary:
-            temporary.write_bytes(pack_state(module.state_dict()))
-            temporary.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
+        with _replace_when_written(file) as new:
+            new.write_bytes(pack_state(module.state_dict()))
+            new.with_suffix(".json").write_text(json.dumps(trained.describe(), indent=1))
         return
-    graph = _Called(module, trained.names)
+    graph = _CalledAsInScoring(module, trained.names)
     try:
-        with _replacing(file) as temporary:
+        with _replace_when_written(file) as new:
             if kind == "pt2":
-                temporary.write_bytes(export_whole(graph, trained.takes))
+                new.write_bytes(export_whole(graph, trained.takes))
             else:
-                onnxscript()
-                _write_onnx(graph, trained, temporary)
+                onnxscript()  # It refuses a missing package before torch looks for it.
+                _write_onnx(graph, trained, new)
     except ExportError as error:
         hint = "format='safetensors' writes the weights alone"
         raise PersistenceError(f"torch cannot write the module as {kind}: {error}", hint=hint) from error
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """Yields a path of the same name in a new folder beside; afterwards, what was written there replaces what was here.
+def _replace_when_written(file: Path) -> Iterator[Path]:
+    """Yields a path of the same name in a temporary folder, whose files then replace those of the same names here.
 
-    A program of ONNX may have its weights in a second file, and weights their description: the named file comes last.
+    An ONNX program may have its weights in a second file, and weights have a description. `file` itself is replaced
+    last, so that whoever finds it finds its second file, too.
     """
     target = Path(os.path.realpath(file))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        temporary = Path(folder, target.name)
-        yield temporary
-        for written in sorted(Path(folder).iterdir(), key=lambda written: written == temporary):
+        new = Path(folder, target.name)
+        yield new
+        for written in sorted(Path(folder).iterdir(), key=lambda written: written == new):
             written.replace(target.with_name(written.name))
 
 
 def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:
+    """Writes the graph as an ONNX program; an `ExportError` says that torch cannot."""
     exported = exported_whole(graph, trained.takes)
-    inputs = _inputs(trained)
-    # ONNX gives a name to one tensor only.
-    single = "output" if "output" not in inputs else "output_0"
-    outputs = [spec.name or single for spec in trained.outputs]
+    inputs = _input_names(trained)
+    # A single output has no name, and must not get the name of an input.
+    single_output = "output" if "output" not in inputs else "output_0"
+    outputs = [spec.name or single_output for spec in trained.outputs]
     with quiet_export(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch warns of its own calls.
         try:
@@ -83,8 +85,11 @@ def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:
         program.save(file)
 
 
-def _inputs(trained: TrainedModule) -> list[str]:
-    """Returns a name for each tensor that the graph takes: columns, with their masks, or arguments of `preprocess`."""
+def _input_names(trained: TrainedModule) -> list[str]:
+    """Returns a name for each tensor that the graph takes.
+
+    It is the name of a column, of the mask of a padded column, or of a tensor that `preprocess` makes.
+    """
     names: list[str] = []
     for position, spec in enumerate(trained.takes):
         if isinstance(spec, TensorSpec):
@@ -94,12 +99,17 @@ def _inputs(trained: TrainedModule) -> list[str]:
     return names
 
 
-class _Called(nn.Module):
-    """A module as scoring calls it: by names of arguments where its library does so, and it returns its logits."""
+class _CalledAsInScoring(nn.Module):
+    """A module that calls another as scoring does, with named arguments if its library asks for them.
+
+    It returns the part of the output that is the prediction, such as the logits.
+    """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self.module, self._argument_names, self._adapter = module, tuple(names), adapter_of(module)
+        self.module = module
+        self._argument_names = tuple(names)
+        self._adapter = adapter_of(module)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return prediction(self._adapter.call(self.module, inputs, self._argument_names))

@@ -2,7 +2,7 @@
 
 It is saved as a directory of plain files:
 
-    weights.safetensors   the weights, if they are not in a folder of their own
+    weights.safetensors   the weights, unless the training wrote them into another folder (`modelDir`)
     module.json           how to build the module, and its inputs and outputs
     module.pt2            the exported graph, if the module's code has no import path
     module.ts             the TorchScript program, if the module is one
@@ -42,7 +42,7 @@ from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
 
-# Models have format 4 if their params hold tuples, 3 if they are TorchScript, 2 if weights are in a folder, else 1.
+# A model has format 4 if its params hold tuples, 3 if it is TorchScript, 2 if its weights are in a folder, otherwise 1.
 FORMAT_VERSION = 4
 
 _WEIGHTS = "weights.safetensors"
@@ -63,15 +63,18 @@ class TrainedModule:
     Attributes:
         source: The module's class, factory, import path or instance, or its exported graph or TorchScript program.
         params: Keyword arguments of the class or factory.
-        weights: The state dict as a safetensors file, of adapters without the frozen base; or the folder that has it.
+        weights: The state dict as the bytes of a safetensors file, or the folder that has it. For a module with
+            adapters, it lacks the frozen base.
+        inputs: Specs of the input columns.
         outputs: Specs of what `forward` returns.
+        task: What the labels are.
         preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
-        arguments: Specs of the arguments of `forward` that `preprocess` makes; `None` without it.
-        returned: Names under which `preprocess` returns them, in the order of `arguments`.
+        arguments: Specs of the arguments of `forward` that `preprocess` makes; `None` without `preprocess`.
+        returned: Names under which `preprocess` returns the arguments, in the order of `arguments`.
         labels: Names of the classes; `()` if unknown.
         seed: The seed with which the training called the class or factory, which may draw more than the weights.
-        code: The files that were saved with the model, as from `fingerprints`; its classes come from no others. `None`
-            without such files.
+        code: Fingerprints of the files that were saved with the model, as from `fingerprints`; its classes must come
+            from these files. `None` without such files.
     """
 
     source: ModuleSource | Program | Script
@@ -101,22 +104,22 @@ class TrainedModule:
         """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU.
 
         Weights in a folder are mapped into memory, which the processes of a host share until they change it. A
-        `PersistenceError` says that this process has imported one of its classes from another version of `code`.
+        `PersistenceError` says that this process has imported a class of the module from another version of `code`.
         """
         self._check_code()
-        module = self._built(state)
+        module = self._build_unchecked(state)
         check_code(self.code or {}, map(type, module.modules()))
         return module
 
     def _check_code(self) -> None:
-        """Checks the module's class or factory, and `preprocess`."""
+        """Refuses a class, factory or `preprocess` that does not come from the files saved with the model."""
         source = load_object(self.source) if self.code and isinstance(self.source, str) else self.source
         check_code(self.code or {}, (source, self.preprocess))
 
-    def _built(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
-        """Returns the module, of whichever code its import path leads to."""
+    def _build_unchecked(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
+        """Returns the module, from whichever code its import path leads to."""
         if isinstance(self.weights, WeightsFolder):
-            assert state is None, "weights in a folder are mapped"
+            assert state is None, "weights in a folder are mapped, and not unpacked"
             return self._recipe(initial=self.weights).build_module(self.seed).eval()
         weights = unpack_state(self.weights) if state is None else state
         if isinstance(self.source, Program | Script):
@@ -127,18 +130,18 @@ class TrainedModule:
 
     @cached_property
     def layers(self) -> tuple[str, ...] | None:
-        """Names of the modules in the module; of a graph, `None`."""
-        return None if self._is_graph else tuple(name for name, _ in self._bare().named_modules() if name)
+        """Names of the modules in the module; `None` for a graph."""
+        return None if self._is_graph else tuple(name for name, _ in self._without_values().named_modules() if name)
 
     def parts(self) -> list[nn.Module]:
-        """Returns the parts of the module, which need not have values; of a graph, none."""
-        return [] if self._is_graph else list(self._bare().modules())
+        """Returns the parts of the module, whose tensors need not have values; none for a graph."""
+        return [] if self._is_graph else list(self._without_values().modules())
 
     @property
     def _is_graph(self) -> bool:
         return isinstance(self.source, Program | Script)
 
-    def _bare(self) -> nn.Module:
+    def _without_values(self) -> nn.Module:
         """Returns the module, whose tensors need not have values."""
         if isinstance(self.source, nn.Module):
             return self.source
@@ -152,8 +155,11 @@ class TrainedModule:
         assert not isinstance(self.source, Program | Script)
         return adapter_of(self.source).recipe(module=self.source, module_params=self.params, **initial)
 
-    def unpacked(self) -> tuple[TrainedModule, dict[str, torch.Tensor] | None]:
-        """Returns the module without its weights, and these as the argument of `build`: nothing holds them twice."""
+    def unpack(self) -> tuple[TrainedModule, dict[str, torch.Tensor] | None]:
+        """Returns the module without its weights, and the weights as the argument of `build`.
+
+        So memory does not hold the weights twice, packed and unpacked. Weights in a folder stay there.
+        """
         if isinstance(self.weights, WeightsFolder):
             return self, None
         return replace(self, weights=b""), unpack_state(self.weights)
@@ -161,13 +167,15 @@ class TrainedModule:
     def save(self, directory: Path, *, allow_pickle: bool = False, layers: bool = False) -> None:
         """Writes the module into an existing directory; with `layers`, in a form that has its layers.
 
-        Without `allow_pickle`, a `PersistenceError` refuses code that needs it: the module has no import path, or
-        parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
+        Raises:
+            PersistenceError: The code could only be pickled, and `allow_pickle` is not set. Either the module has no
+                import path, or has parameters that are not JSON, and its graph cannot be exported; or `preprocess` has
+                no import path.
         """
-        form = {**self._describe(), "module": self._save_code(directory, allow_pickle, layers)}
-        exported = "program" in form["module"] and not isinstance(self.source, Program)
-        # A graph has no source that could make the base of adapters again.
-        weights = pack_state(self.build().state_dict()) if exported else self.weights
+        form = {**self._form(), "module": self._save_code(directory, allow_pickle, layers)}
+        is_exported_now = "program" in form["module"] and not isinstance(self.source, Program)
+        # A graph needs all weights: it has no source that could make the frozen base of adapters again.
+        weights = pack_state(self.build().state_dict()) if is_exported_now else self.weights
         if isinstance(weights, WeightsFolder):
             form |= {"format": 2, "weights": {"path": weights.path, "token": weights.token}}
         else:
@@ -185,12 +193,14 @@ class TrainedModule:
         if isinstance(self.source, Script):
             (directory / _SCRIPT).write_bytes(self.source.archive)
             return {"script": _SCRIPT}
-        path, params, adapter = self._path, dict(self.params), adapter_of(self.source)
+        path = self._path
+        params = dict(self.params)
+        adapter = adapter_of(self.source)
         code = adapter.rebuildable(self.source)
         if code is not None:
             path, params = code["module"], code["module_params"]
         if path is None:
-            why = f"the module {_named(self.source)} has no import path that works outside this session"
+            why = f"the module {_name_of(self.source)} has no import path that works outside this session"
         elif _is_json(params):
             return {"path": path, "params": tuples_marked(params)}
         else:
@@ -209,27 +219,29 @@ class TrainedModule:
 
     def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
-        made_by = import_path(type(self.preprocess))
-        if made_by is not None and is_dataclass(self.preprocess):
+        class_path = import_path(type(self.preprocess))
+        if class_path is not None and is_dataclass(self.preprocess):
             params = {field.name: getattr(self.preprocess, field.name) for field in fields(self.preprocess)}
             arrays = {name: params.pop(name) for name in list(params) if isinstance(params[name], pa.Array)}
             params = tuples_marked(params)
             if is_json(params):
                 _write_arrays(directory / _ARRAYS, arrays)
-                return {"path": made_by, "params": params, **({"arrays": _ARRAYS} if arrays else {})}
+                entry = {"path": class_path, "params": params}
+                return {**entry, "arrays": _ARRAYS} if arrays else entry
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
-        why = f"preprocess {_named(self.preprocess)} has no import path that works outside this session"
+        why = f"preprocess {_name_of(self.preprocess)} has no import path that works outside this session"
         return _write_pickle(directory / _PREPROCESS, self.preprocess, why, allow_pickle)
 
     @classmethod
     def load(cls, directory: Path, *, allow_pickle: bool = False, code: Path | None = None) -> TrainedModule:
-        """Reads a module from a directory that `save` wrote; `code` is the folder of the modules saved with it, if any.
+        """Reads a module from a directory that `save` wrote; `code` is the folder of the files saved with it, if any.
 
-        A `PersistenceError` says that there is none, that its format is newer, or that this process has imported
-        another version of its class. Without `allow_pickle`, it also refuses whatever could run arbitrary code: pickled
-        code, a factory that is no `nn.Module` class, or a graph with other operators than torch's own.
+        Raises:
+            PersistenceError: There is no module, its format is newer, or this process has imported another version of
+                its class. Without `allow_pickle`, also for everything that could run arbitrary code: pickled code, a
+                factory that is no `nn.Module` class, or a graph with other operators than torch's own.
         """
         try:
             form = json.loads((directory / "module.json").read_text())
@@ -244,6 +256,9 @@ class TrainedModule:
                 code="ST-NOT-A-MODEL",
             )
         source, params = _load_code(directory, form["module"], allow_pickle)
+        arguments = None
+        if "arguments" in form:
+            arguments = tuple(ArgumentSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in form["arguments"])
         trained = cls(
             source=source,
             params=params,
@@ -252,9 +267,7 @@ class TrainedModule:
             outputs=tuple(OutputSpec(spec["name"], tuple(spec["shape"])) for spec in form["outputs"]),
             task=form["task"],
             preprocess=_load_preprocess(directory, form.get("preprocess"), allow_pickle),
-            arguments=tuple(ArgumentSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in form["arguments"])
-            if "arguments" in form
-            else None,
+            arguments=arguments,
             returned=tuple(form["returned"]) if "returned" in form else None,
             labels=tuple(form.get("labels", ())),
             seed=form.get("seed", 0),
@@ -268,38 +281,43 @@ class TrainedModule:
         """The import path of the module's class or factory."""
         return self.source if isinstance(self.source, str) else import_path(self.source)
 
-    def described(self) -> dict[str, Any]:
-        """Returns inputs, outputs and labels as JSON, and what makes the module, if that has an import path."""
+    def describe(self) -> dict[str, Any]:
+        """Returns inputs, outputs and labels as JSON, and import path and parameters of the module if it has a path."""
         params = dict(self.params) if self._path is not None and _is_json(dict(self.params)) else None
-        return {**self._describe(), "module": self._path, "params": params}
+        return {**self._form(), "module": self._path, "params": params}
 
-    def _describe(self) -> dict[str, Any]:
-        return {
+    def _form(self) -> dict[str, Any]:
+        """Returns the entries of `module.json` that do not depend on how code and weights are saved."""
+        form: dict[str, Any] = {
             "format": 3 if isinstance(self.source, Script) else 1,
             "torch": torch.__version__,
             "task": self.task,
             "seed": self.seed,
             "inputs": [spec.to_dict() for spec in self.inputs],
             "outputs": [asdict(spec) for spec in self.outputs],
-            **({"arguments": [asdict(spec) for spec in self.arguments]} if self.arguments is not None else {}),
-            **({"returned": list(self.returned)} if self.returned is not None else {}),
-            **({"labels": list(self.labels)} if self.labels else {}),
         }
+        if self.arguments is not None:
+            form["arguments"] = [asdict(spec) for spec in self.arguments]
+        if self.returned is not None:
+            form["returned"] = list(self.returned)
+        if self.labels:
+            form["labels"] = list(self.labels)
+        return form
 
 
 def _write_pickle(file: Path, value: object, why: str, allow_pickle: bool) -> dict[str, Any]:
-    """Pickles code for which there is no other way, if that is allowed; returns its entry in `module.json`."""
+    """Pickles code that cannot be saved otherwise, if pickles are allowed; returns its entry in `module.json`."""
     if not allow_pickle:
         allowed = f".write().option('allowPickle', 'true'); {_IN_PIPELINE}"
         raise PersistenceError(why, hint=f"put it into a module file, or allow pickled code with {allowed}")
-    import cloudpickle  # Scoring does not need it.
+    import cloudpickle  # Scoring does not need it, and may lack it.
 
     file.write_bytes(cloudpickle.dumps(value))
     return {"pickle": file.name}
 
 
 def _write_arrays(file: Path, arrays: Mapping[str, pa.Array]) -> None:
-    """Writes arrays of any lengths, if there are any, each as the only list of a column."""
+    """Writes arrays, if there are any. Their lengths may differ, so each is the only list of a column."""
     if arrays:
         lists = {name: pa.LargeListArray.from_arrays([0, len(array)], array) for name, array in arrays.items()}
         table = pa.table(lists)
@@ -308,33 +326,35 @@ def _write_arrays(file: Path, arrays: Mapping[str, pa.Array]) -> None:
 
 
 def _read_arrays(file: Path) -> dict[str, pa.Array]:
+    """Reads the arrays that `_write_arrays` wrote, by name."""
     with pa.OSFile(str(file)) as source:
         table = pa.ipc.open_file(source).read_all()
     return {name: table.column(name).chunk(0).flatten() for name in table.column_names}
 
 
 def _write_program(program: Program, directory: Path) -> dict[str, Any]:
+    """Writes an exported graph; returns its entry in `module.json`."""
     (directory / _GRAPH).write_bytes(program.archive)
     return {"program": _GRAPH, "parameters": list(program.parameters)}
 
 
-def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the source and parameters that `_save_code` wrote."""
-    if "path" in how:
-        made_by = load_object(how["path"])
-        if not (isinstance(made_by, type) and issubclass(made_by, nn.Module)):
-            what = f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that"
+def _load_code(directory: Path, entry: Mapping[str, Any], allow_pickle: bool) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the source and parameters that `_save_code` wrote, from its entry in `module.json`."""
+    if "path" in entry:
+        factory = load_object(entry["path"])
+        if not (isinstance(factory, type) and issubclass(factory, nn.Module)):
+            what = f"the model is made by {entry['path']}, which is no nn.Module class, and loading it calls that"
             _require_trust(what, allow_pickle)
-        return how["path"], tuples_made(how["params"])
-    if "program" in how:
-        program = Program((directory / _GRAPH).read_bytes(), tuple(how["parameters"]))
+        return entry["path"], tuples_made(entry["params"])
+    if "program" in entry:
+        program = Program((directory / _GRAPH).read_bytes(), tuple(entry["parameters"]))
         try:
             check_archive(program.archive)
         except ExportError as error:
             what = f"the model's exported graph could run code of its own when it is loaded: {error}"
             _require_trust(what, allow_pickle)
         return program, {}
-    if "script" in how:
+    if "script" in entry:
         _require_trust("the model is a TorchScript program, which can read and write files", allow_pickle)
         return Script((directory / _SCRIPT).read_bytes()), {}
     _require_trust("the model's code was pickled, and loading a pickle runs whatever is in it", allow_pickle)
@@ -342,21 +362,21 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
     return source, params
 
 
-def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickle: bool) -> Function | None:
-    """Returns the callable that `_save_preprocess` wrote."""
-    if how is None:
+def _load_preprocess(directory: Path, entry: Mapping[str, Any] | None, allow_pickle: bool) -> Function | None:
+    """Returns the callable that `_save_preprocess` wrote, from its entry in `module.json`."""
+    if entry is None:
         return None
-    if "path" in how:
-        function = load_object(how["path"])
-        if "params" in how:
+    if "path" in entry:
+        function = load_object(entry["path"])
+        if "params" in entry:
             if not (isinstance(function, type) and is_dataclass(function)):
                 raise PersistenceError(
-                    f"the model's preprocess is made by {how['path']}, which loading does not call", code="ST-PICKLE"
+                    f"the model's preprocess is made by {entry['path']}, which loading does not call", code="ST-PICKLE"
                 )
+            # The file may name any dataclass and any function: only what looks like a `preprocess` is called.
             check_signature(function.__call__)
-            arrays = _read_arrays(directory / _ARRAYS) if "arrays" in how else {}
-            function = function(**tuples_made(how["params"]), **arrays)
-        # Scoring calls the function, which may be any that the file names.
+            arrays = _read_arrays(directory / _ARRAYS) if "arrays" in entry else {}
+            function = function(**tuples_made(entry["params"]), **arrays)
         check_signature(function)
     else:
         _require_trust("the model's preprocess was pickled, and loading a pickle runs whatever is in it", allow_pickle)
@@ -366,7 +386,7 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
 
 
 def _require_trust(what: str, allow_pickle: bool) -> None:
-    """Refuses a model that could run arbitrary code, unless the caller allows it."""
+    """Refuses a model that could run arbitrary code, unless the caller allows that."""
     if not allow_pickle:
         raise PersistenceError(what, hint=f"if you trust where it comes from: {_OPT_IN}")
 
@@ -386,5 +406,6 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _named(source: Any) -> str:
+def _name_of(source: Any) -> str:
+    """Returns an import path, or the name of a class, a function or an instance's class."""
     return source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__qualname__)

@@ -198,7 +198,7 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
         _leave_other_devices(device)
     key = (sent.key, scoring, device)
     if key not in _scorers:
-        trained, weights = sent.load().unpacked()
+        trained, weights = sent.load().unpack()
         _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
             _evict_oldest()
@@ -226,7 +226,7 @@ def _leave_other_devices(device: str) -> None:
 def _evict_oldest() -> None:
     """Drops the scorer that was used the longest ago, and frees its module."""
     _, scorer = _scorers.popitem(last=False)
-    evicted = weakref.ref(scorer._plain)
+    evicted = weakref.ref(scorer._uncompiled)
     del scorer
     # A module in a reference cycle is freed by a collection only, and only if it is not frozen.
     if evicted() is not None:

@@ -27,8 +27,8 @@ class FitContext:
         module: The user's module, unwrapped. With strategies that shard the model, its parameters are this rank's
             shards.
         optimizer: This rank's optimizer.
-        world: The rank's place.
-        epoch: Number of the epoch, from 1; 0 before the first.
+        world: The rank's position among the ranks, and its device.
+        epoch: Number of the epoch, from 1; 0 before the first epoch.
         step: Optimizer steps taken so far, over all epochs.
     """
 
@@ -47,14 +47,17 @@ class FitContext:
 class Callback:
     """Base class of callbacks; a hook that is not overridden does nothing and costs nothing.
 
+    In the ranks, hooks are called in this order: `on_fit_start`; for each epoch `on_epoch_start`, `on_step_end` after
+    each step, and `on_epoch_end`; last `on_fit_end`. `on_validation_end` comes after each validation.
+
     The hooks `on_driver_...` run in the process that called `fit`, on the instance itself. All other hooks run in the
     ranks, each on a copy that was pickled before the training. Changes to a copy are not sent back to the driver. An
     exception in a rank ends the fit.
 
     Attributes:
-        ranks: Where the hooks of the ranks run: "main" means rank 0 only, "all" means every rank. A hook that uses a
-            collective of `torch.distributed`, or changes the training, needs "all": learning rates, weights,
-            `requires_grad`. Ranks that differ after an epoch end the fit.
+        ranks: Where the hooks of the ranks run: "main" means rank 0 only, "all" means every rank. A hook needs "all" if
+            it uses a collective of `torch.distributed`, or changes the training, such as learning rates, weights or
+            `requires_grad`: if ranks differ after an epoch, the fit ends with an error.
     """
 
     ranks: Literal["main", "all"] = "main"
@@ -102,14 +105,15 @@ class Callback:
 
 
 _HOOKS = ("on_fit_start", "on_epoch_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_fit_end")
-# Sums of weights may differ by this share: kernels of other devices round in other ways.
+# Sums of weights may differ by this share between ranks: the kernels of different devices round differently.
 _ROUNDING = 1e-5
 
 
 def check_callback(callback: Any) -> None:
     """Refuses a value that is no `Callback`, or whose `ranks` is unknown."""
     if not isinstance(callback, Callback):
-        what = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        is_class = isinstance(callback, type)
+        what = f"the class {callback.__qualname__}" if is_class else f"a {type(callback).__name__}"
         raise ConfigError(
             f"callbacks holds {what}", hint="pass instances of subclasses of sparktorch.Callback", param="callbacks"
         )
@@ -120,19 +124,21 @@ class Callbacks:
     """The hooks of one rank."""
 
     def __init__(self, callbacks: Sequence[Callback], context: FitContext) -> None:
-        """Finds the hooks that are overridden and that run in this rank."""
+        """Looks up which callbacks override each hook, and run it in this rank."""
         self._context = context
         self._all = callbacks
         in_this_rank = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
-        self._hooks = {hook: [callback for callback in in_this_rank if _overridden(callback, hook)] for hook in _HOOKS}
+        self._callbacks_of_hook = {
+            hook: [callback for callback in in_this_rank if _overrides(callback, hook)] for hook in _HOOKS
+        }
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback, in their order; an exception becomes a `RankError` that names the hook."""
-        for callback in self._hooks[hook]:
+        for callback in self._callbacks_of_hook[hook]:
             self._call(callback, hook, arguments)
 
     def add_to(self, record: dict[str, Any]) -> None:
-        """Calls `on_epoch_end`, which may add numbers to the epoch's record, and nothing else."""
+        """Calls `on_epoch_end`; the hooks may add nothing but numbers to the epoch's record."""
         before = dict(record)
         self.call("on_epoch_end", record)
         changed = [name for name, value in record.items() if name not in before or value is not before[name]]
@@ -164,39 +170,41 @@ class Callbacks:
                 trace="".join(traceback.format_exception(error)),
             ) from error
 
-    def stop_requested(self, module_asked: bool | None) -> bool:
-        """Returns whether a callback or the module has requested a stop in this rank, for checkpoints."""
+    def has_stop_request(self, module_asked: bool | None) -> bool:
+        """Returns whether a callback or the module has requested a stop in this rank; checkpoints save it."""
         return self._context._asked_to_stop or bool(module_asked)
 
-    def ask(self) -> None:
-        """Requests the stop that was requested before the checkpoint that the training resumes from."""
+    def request_stop(self) -> None:
+        """Requests a stop again that was requested before the checkpoint from which the training resumes."""
         self._context.stop()
 
     def ask_to_stop(self, module_asked: bool | None, shared: Callable[[], Mapping[str, float]]) -> bool:
-        """Returns whether a callback or the module has requested a stop in any rank; a collective, if any can.
+        """Returns whether a callback or the module has requested a stop in any rank.
 
-        `module_asked` is whether the module of this rank has; `None` if it never does. `shared` returns numbers that
-        all ranks have alike, by name, unless a hook has changed the training in some ranks: then it raises.
+        It is a collective, unless nobody can request a stop. `module_asked` says whether this rank's module has
+        requested one; `None` means that the module never does. `shared` returns numbers by name that are equal in all
+        ranks, unless a hook has changed the training in some ranks only: a `ConfigError` says so.
         """
         world = self._context.world
         if not self._all and module_asked is None:
             return False
-        stop_requested = float(self.stop_requested(module_asked))
+        stop_requested = float(self.has_stop_request(module_asked))
         numbers = shared() if world.world_size > 1 else {}
-        # One collective finds out whether any rank has asked, and the largest and the smallest of each number: the
-        # smallest is the largest of the negative ones, with the other sign.
+        # One collective finds the maximum over ranks of the request, and maximum and minimum of each number: the
+        # minimum is the negative of the maximum of the negative numbers.
         negative = [-number for number in numbers.values()]
         values = torch.tensor([stop_requested, *numbers.values(), *negative], dtype=torch.float64)
         any_asked, *bounds = max_over_ranks(values, world).tolist()
-        largest, negative_smallest = bounds[: len(numbers)], bounds[len(numbers) :]
-        for what, high, negative_low in zip(numbers, largest, negative_smallest, strict=True):
-            if high + negative_low > _ROUNDING * abs(high):
-                raise self._differing(what)
+        largest = bounds[: len(numbers)]
+        smallest = [-bound for bound in bounds[len(numbers) :]]
+        for what, high, low in zip(numbers, largest, smallest, strict=True):
+            if high - low > _ROUNDING * abs(high):
+                raise self._difference_error(what)
         return bool(any_asked)
 
-    def _differing(self, what: str) -> ConfigError:
-        """Returns the error of ranks between which `what` differs."""
-        callbacks = [callback for callback in self._all if any(_overridden(callback, hook) for hook in _HOOKS)]
+    def _difference_error(self, what: str) -> ConfigError:
+        """Returns the error for a hook that has made `what` differ between the ranks."""
+        callbacks = [callback for callback in self._all if any(_overrides(callback, hook) for hook in _HOOKS)]
         in_main = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
         in_all = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "all"]
         if in_main:
@@ -214,5 +222,6 @@ class Callbacks:
         )
 
 
-def _overridden(callback: Callback, hook: str) -> bool:
+def _overrides(callback: Callback, hook: str) -> bool:
+    """Returns whether a callback has a hook of its own."""
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)

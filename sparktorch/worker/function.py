@@ -41,16 +41,16 @@ def called(function: Callable[..., Any], arguments: Sequence[Any], keywords: Map
 def run_on_partition(
     batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
 ) -> RankResult:
-    """Runs a user's function, called with its `RunContext`, on the rows of one partition, as one rank.
+    """Runs a user's function as one rank, on the rows of one partition; the function gets a `RunContext`.
 
     The batches have the encoded names of `job.columns`. A `RankError` says that the result cannot be pickled.
     """
 
     def work(rows: HeldRows) -> RankResult:
-        # Loops by hand use the process group of a single rank, too.
-        with rows.in_group(job, client, lone=True) as run:
-            context = RunContext(rows.world, client, run.config, run=run, checkpointer=run.checkpointer)
-            return _result(function, (context,), job, context, client)
+        # Users' loops may use a process group even if there is a single rank.
+        with rows.in_group(job, client, lone=True) as group:
+            context = RunContext(rows.world, client, group.config, group=group, checkpointer=group.checkpointer)
+            return _call(function, (context,), job, context, client)
 
     return on_rows(batches, world, job, client, work)
 
@@ -58,17 +58,17 @@ def run_on_partition(
 def run_function(
     batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
 ) -> RankResult:
-    """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
+    """Runs a user's function as one rank, without rows; takes and raises what `run_on_partition` does."""
     return _without_rows(function, (), batches, world, job, client)
 
 
 def run_on_elements(
     elements: Iterable[Any], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
 ) -> RankResult:
-    """Runs a user's function on the elements of a partition of an RDD, as one rank.
+    """Runs a user's function as one rank, on the elements of a partition of an RDD.
 
-    The function is called with an iterator over the elements and its context, which saves nothing: elements have no
-    identity by which a restart could know that they are the same.
+    The function gets an iterator over the elements, and a context that saves nothing: elements have no identity, so a
+    restart could not know whether they are the same.
     """
     return _without_rows(function, (client.moving(elements),), (), world, job, client, saves=False)
 
@@ -83,15 +83,15 @@ def _without_rows(
     *,
     saves: bool = True,
 ) -> RankResult:
-    """Calls a function with `first` and its context."""
+    """Calls a function with the arguments `first` and a context without rows; with `saves`, it can save checkpoints."""
     with leaving_none_of(world.device), _ready(batches, world):
         checkpointer = find_checkpoint(job, {}, world, client) if saves else None
         limit = timedelta(seconds=job.collective_seconds)
-        # Loops by hand use the process group of a single rank, too.
+        # Users' loops may use a process group even if there is a single rank.
         group = process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
         with checkpointer or nullcontext(), group:
-            context = RunContext(world, client, job.config, run=None, checkpointer=checkpointer)
-            return _result(function, (*first, context), job, context, client)
+            context = RunContext(world, client, job.config, group=None, checkpointer=checkpointer)
+            return _call(function, (*first, context), job, context, client)
 
 
 def run_script_in_rank(
@@ -103,9 +103,9 @@ def run_script_in_rank(
     source: str,
     arguments: Sequence[str],
 ) -> RankResult:
-    """Runs a script that torchrun could start, in one rank; the batches are read to the end and ignored.
+    """Runs a script for torchrun as one rank; the batches are read to the end and ignored.
 
-    `path` is that on the driver, `source` its text. A `RankError` says that the exit status is not 0.
+    `path` is the script's path on the driver, and `source` its text. A `RankError` says that the exit status is not 0.
     """
     with leaving_none_of(world.device), _ready(batches, world), torchrun_environment(world, client, hosts_store=True):
         client.enter("running")
@@ -114,7 +114,7 @@ def run_script_in_rank(
     return RankResult()
 
 
-def _result(
+def _call(
     function: Callable[..., Any], arguments: tuple[Any, ...], job: RankJob, context: RunContext, client: Client
 ) -> RankResult:
     """Calls the function; returns its pickled result."""
@@ -151,14 +151,16 @@ def _detached(value: Any) -> Any:
     return value.detach() if is_plain else value
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """Pickles tensors for the driver, which may lack their device: on the CPU, and without memory of other tensors."""
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped.
+    """Pickles tensors on the CPU, because the driver may lack their device, and without memory of other tensors."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided:
             return super().reducer_override(obj)
         host = obj.detach().cpu()
-        if host.untyped_storage().nbytes() > host.nbytes:  # A view would bring along the memory of the whole tensor.
+        if (
+            host.untyped_storage().nbytes() > host.nbytes
+        ):  # A view would be pickled with the memory of the whole tensor.
             host = host.clone()
         if isinstance(obj, nn.Parameter):
             host = nn.Parameter(host, obj.requires_grad)
@@ -167,7 +169,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
 @contextmanager
 def _ready(batches: Iterable[pa.RecordBatch], world: World) -> Iterator[None]:
-    """Context of a rank without rows."""
+    """Context of a rank without rows, which reads the batches to the end, and sets threads and device."""
     for _ in batches:  # Spark does not reuse a Python worker that leaves input unread.
         pass
     torch.set_num_threads(world.threads)

@@ -1,4 +1,4 @@
-"""A rank's rows, as users' loops get them: as parts of global batches, or as a data set of torch's."""
+"""A rank's rows in the forms that users' loops get: parts of global batches, and a data set of torch."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ class GlobalBatch(Batch):
         """Returns this rank's part of the mean loss of the global batch, a scalar tensor to call `backward` on.
 
         The mean of these values over the ranks is the loss of the whole batch, weighted by the sample weights, however
-        its rows are distributed. So gradients that are averaged over the ranks, as DDP does, are those of that loss.
+        its rows are distributed. So if gradients are averaged over the ranks, as DDP does, they are those of this loss.
 
         Args:
-            losses: A loss per row, of shape `(rows, ...)`; or their mean, if there are no sample weights.
+            losses: A loss per row, of shape `(rows, ...)`; or the mean of the rows' losses, if there are no sample
+                weights.
 
         Raises:
-            ModuleError: They are neither.
+            ModuleError: `losses` is neither of the two.
         """
-        # A batch with fewer rows than batch normalisation needs was filled up: the rows that were added do not count.
-        # In a batch without rows, the placeholder row counts, with weight zero.
+        # A batch with fewer rows than batch normalisation needs was filled up: its added rows do not count. In a batch
+        # without rows, the placeholder row counts, with weight zero.
         input_rows = len(self.inputs[0])
         is_filled_up = 0 < self.rows < input_rows
         if is_filled_up and losses.dim() and len(losses) == input_rows:
@@ -65,15 +66,19 @@ class GlobalBatch(Batch):
 
 
 def global_batch(batch: Batch, step: int, scale: float, note: Callable[[torch.Tensor], None]) -> GlobalBatch:
-    """Returns a batch, with placeholder rows complete, whose losses are scaled and noted."""
+    """Returns a batch for a user's loop, whose label and weights are as long as its inputs.
+
+    `GlobalBatch.mean` multiplies losses by `scale`, and calls `note` with the result.
+    """
     complete = replace(batch.complete(), rows=batch.rows)
     return GlobalBatch(**vars(complete), step=step, _scale=scale, _note=note)
 
 
 class RankRows(Dataset[tuple[torch.Tensor, ...]]):
-    """The training rows of one rank, by number: tuples of the inputs, then the label if there is one, then the weight.
+    """The training rows of one rank, by number.
 
-    A list or slice of numbers gives tensors with a row for each.
+    A row is a tuple of its inputs, its label and its weight; label and weight are left out if there are none. For a
+    list or a slice of numbers, each tensor in the tuple has a row for each number.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -83,17 +88,18 @@ class RankRows(Dataset[tuple[torch.Tensor, ...]]):
         return self._shard.rows
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Returns one row, or several.
+        """Returns one row, or several rows.
 
         Raises:
             IndexError: There is no such row.
         """
-        # Arrays of NumPy have `__index__`, too: they are numbers if they have no axes.
-        if hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0:
-            return tuple(tensor[0] for tensor in self[[operator.index(index)]])
+        # Arrays of NumPy have `__index__`, too, but they are numbers only if they have no axes.
+        is_number = hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0
+        if is_number:
+            return tuple(tensor[0] for tensor in self[[operator.index(index)]])  # type: ignore[arg-type]
         assert not isinstance(index, int)
-        every = range(len(self))
-        rows = every[index] if isinstance(index, slice) else [every[operator.index(row)] for row in index]
+        all_rows = range(len(self))
+        rows = all_rows[index] if isinstance(index, slice) else [all_rows[operator.index(row)] for row in index]
         batch = self._shard.select(torch.tensor(list(rows), dtype=torch.int64))
         label_and_weight = [tensor for tensor in (batch.label, batch.weight) if tensor is not None]
         return (*batch.inputs, *label_and_weight)

@@ -29,30 +29,31 @@ def score_fold(
     weight: str | None = None,
     limit: int,
 ) -> RankResult:
-    """Scores the rows of a fold, those marked for validation included, by a module that was trained without it.
+    """Scores the rows of a fold, also those marked for validation, by a module that was trained without the fold.
 
     Args:
         rows: This rank's rows.
         client: Connects the rank to the driver.
-        fold: The fold.
+        fold: The number of the fold.
         trained: The module, trained without the fold.
         results: Names of the results of `Scorer.score` to return.
-        scoring: How it scores, on the device of this rank.
-        weight: Name of the carried column that weighs rows, or "" if none does, to send equal rows as one; `None` sends
-            each row.
-        limit: Most bytes to send.
+        scoring: How the module scores, on the device of this rank.
+        weight: If it is not `None`, equal rows are sent as one row with the sum of their weights. It is the name of the
+            carried column with the weights, or "" if each row has the weight 1.
+        limit: The most bytes to send.
 
     Returns:
-        A result whose payload is an Arrow stream with the carried columns and the results. It has a row for each row of
-            the fold or, with `weight`, for each row that differs from others, with the weights in the last column. The
-            payload is empty if this rank has no row of the fold, or too many, which `beyond` says.
+        A result whose payload is an Arrow stream with the carried columns and the results, which has a row for each row
+            of the fold. With `weight`, it has a row for each group of equal rows, and weights in the last column. The
+            payload is empty if this rank has no row of the fold, or if it is beyond the limit, which "beyond" says.
     """
     client.enter("scoring")
-    trained, weights = trained.unpacked()
+    trained, weights = trained.unpack()
     scorer = Scorer(trained, scoring, device=rows.world.device, weights=weights)
     carried = rows.carried(fold)
     inputs = rows.inputs(fold, first_batch_size(scoring.batch_size))
-    parts, size = [], 0
+    parts = []
+    size = 0
     for part in client.moving(inputs):
         scored = scorer.score_tensors(part)
         parts.append([scored[name] for name in results])
@@ -66,7 +67,7 @@ def score_fold(
         columns[name] = to_arrow(np.concatenate([part[number] for part in parts]))
     table = pa.table(columns)
     if weight is not None:
-        table = _counted(table, weight)
+        table = _merge_equal_rows(table, weight)
         if table.nbytes > limit:
             return RankResult({"beyond": True})
     sink = pa.BufferOutputStream()
@@ -75,8 +76,8 @@ def score_fold(
     return RankResult({"beyond": False}, sink.getvalue().to_pybytes())
 
 
-def _counted(table: pa.Table, weight: str) -> pa.Table:
-    """Returns each row that differs from others once, with the sum of its weights as the last column."""
+def _merge_equal_rows(table: pa.Table, weight: str) -> pa.Table:
+    """Returns the table with equal rows as one row, and the sum of their weights as the last column."""
     keys = [name for name in table.column_names if name != weight]
     weights = table[weight] if weight else pa.array(np.ones(table.num_rows))
     if pc.any(pc.less(weights, 0)).as_py():  # The evaluator refuses negative weights, which sums could hide.

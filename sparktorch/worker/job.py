@@ -18,19 +18,20 @@ __all__ = ["RankJob", "RankResult", "TrainJob"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """The job that ranks do with their rows: all that they need besides the rows and their `World`.
+    """The job that ranks do with their rows: everything that they need besides the rows and their `World`.
 
     Attributes:
         config: How the ranks train.
-        columns: The columns of the rows; without inputs if there are no rows.
-        max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
-            better split; `None` accepts any split.
+        columns: The columns of the rows; it has no inputs if there are no rows.
+        max_imbalance: Largest share by which a rank's rows may exceed the mean. If they exceed it by more, the ranks
+            stop and ask for a better split; `None` accepts any split.
         checkpoint: Where checkpoints are saved, and how often; `None` saves none.
-        placeholder: One row of the training set, the placeholder row of ranks without rows.
+        placeholder: One row of the training set, which is the placeholder row of ranks without rows.
         storage: Where ranks hold their rows.
-        by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
-        by_place: Whether the row's position in the source is mixed into its key, so that equal rows have other keys.
-        collective_seconds: Seconds that a rank waits for the others in a collective.
+        order_by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
+        by_position: Whether each row's position in the source is mixed into its key, so that equal rows have different
+            keys.
+        collective_seconds: Seconds that a rank waits for the other ranks in a collective.
     """
 
     config: TrainConfig
@@ -39,13 +40,13 @@ class RankJob:
     checkpoint: CheckpointConfig | None = None
     placeholder: pa.RecordBatch | None = None
     storage: StorageConfig = field(default_factory=StorageConfig)
-    by_key: bool = True
-    by_place: bool = False
+    order_by_key: bool = True
+    by_position: bool = False
     collective_seconds: float = 1800.0
 
     @property
     def fixed_epochs(self) -> str:
-        """Says why its training cannot go on with another number of epochs; empty if it can."""
+        """Says why the training cannot go on with another number of epochs; empty if it can."""
         return "what a function does may depend on it"
 
 
@@ -57,12 +58,12 @@ class TrainJob(RankJob):
 
     @property
     def fixed_epochs(self) -> str:
-        """Says why its training cannot go on with another number of epochs; empty if it can."""
+        """Says why the training cannot go on with another number of epochs; empty if it can."""
         return fixed_epochs(self.recipe)
 
     @property
     def without_recipe(self) -> RankJob:
-        """The job without what is trained, for ranks that read their rows."""
+        """The job without the recipe, for ranks that read their rows and get recipes later."""
         return RankJob(**{field.name: getattr(self, field.name) for field in fields(RankJob)})
 
 
@@ -71,10 +72,10 @@ class RankResult:
     """The result that a rank returns to the driver.
 
     Attributes:
-        meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
-            adds history, confusion matrix and fingerprint.
-        payload: After a training, the model's weights from that rank, as `packed_weights` returns them, and nothing
-            from all others; after a user's function, its pickled result.
+        meta: JSON-ready values, such as rows and times in seconds. After a training, one rank adds history, confusion
+            matrix and fingerprint: rank 0, or the best one of independent ranks.
+        payload: After a training, the same rank's payload is the model's weights, as `packed_weights` returns them, and
+            that of other ranks is empty. After a user's function, it is the pickled result.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The body of a barrier task, without Spark: takes a rank's record batches and returns its `RankResult`.
+"""The body of a barrier task, without Spark: it takes a rank's record batches, and returns the rank's `RankResult`.
 
 Tests and GPU machines call `train_partition` directly.
 """
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 
+# A function that computes a rank's result from its rows.
 Work = Callable[[HeldRows], RankResult]
 
 
@@ -44,13 +45,13 @@ class Task(Protocol):
 def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
     """Trains on one partition as one rank.
 
-    Every rank first reads and checks its rows. Once all ranks have confirmed this through the store, they open the
-    process group. A bad row is therefore an error that names its column, never a hang.
+    Every rank first reads and checks its rows. Only when all ranks have confirmed this through the store, they open the
+    process group. So a bad row is an error that names its column, and never a hang.
 
     Args:
         batches: The partition's record batches, under the encoded names of `job.columns`.
-        world: This rank's place.
-        job: What to train and how.
+        world: This rank's position among the ranks, and its device.
+        job: What to train, and how.
         client: Connects the rank to the driver and to the other ranks.
 
     Raises:
@@ -67,17 +68,17 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
 
 def on_rows(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client, work: Work) -> RankResult:
-    """Returns the result of `work` on a partition's rows, unless they are split anew; raises as `HeldRows` does."""
+    """Returns the result of `work` on a partition's rows, or that they need a new split; raises as `HeldRows` does."""
 
     def read_and_work() -> RankResult:
         torch.set_num_threads(world.threads)
         forget_peaks("cpu")
         with closing(HeldRows(batches, world, job, client)) as rows:
-            if rows.imbalanced:
+            if rows.needs_new_split:
                 return RankResult({"imbalanced": True, "rows": rows.shard.rows})
             return work(rows)
 
-    # Device memory can be freed only if nothing refers to the rows. Once the inner function has returned, nothing does.
+    # Device memory can be freed only if nothing refers to the rows: that is so when the inner function has returned.
     with leaving_none_of(world.device):
         return read_and_work()
 
@@ -85,7 +86,7 @@ def on_rows(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, clien
 def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client) -> RankResult:
     """Holds the rows of one partition, and runs one task after another on them until the driver ends the pool.
 
-    Each task has a client, heartbeats and errors of its own. A task that raises ends alone.
+    Each task has its own client, heartbeats and errors. If a task raises an error, the pool goes on.
     """
 
     def hold(rows: HeldRows) -> RankResult:
@@ -101,7 +102,7 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, clie
 def train_held(
     rows: HeldRows, *, client: Client, job: TrainJob, judged: bool, without: int | None = None
 ) -> RankResult:
-    """Trains on the rows of a pool's rank, except those of the fold `without`.
+    """Trains on the rows of a pool's rank, except for those of the fold `without`.
 
     If `judged`, the driver may end the training after an epoch.
     """
@@ -111,13 +112,14 @@ def train_held(
 
 
 def run_held(rows: HeldRows, *, client: Client, body: Callable[..., RankResult]) -> RankResult:
-    """Runs the body of a barrier task that needs no rows in a pool's rank."""
+    """Runs the body of a barrier task in a pool's rank, without rows."""
     return body(iter(()), world=rows.world, client=client)
 
 
 def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
     """Runs a task, and sends its result, or reports its error, to the driver."""
-    task_client, device = client.joined(order), rows.world.device
+    task_client = client.joined(order)
+    device = rows.world.device
     try:
         with task_client.beating(), leaving_none_of(device):
             try:
@@ -131,7 +133,7 @@ def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
                 task_client.fail(error)
                 raise
     except Exception as error:
-        # The pool goes on: frames of the failed task must not keep its memory.
+        # The pool goes on, so the frames of the failed task must not keep its memory.
         clear_frames(error)
 
 
@@ -145,7 +147,7 @@ def try_in_rank(
 ) -> RankResult:
     """Runs the dry run in a rank, on its device; the batches are read to the end and ignored.
 
-    The configuration is for hints on saving device memory.
+    If the device's memory is full, hints follow from the configuration.
     """
     for _ in batches:  # Spark does not reuse a Python worker that leaves input unread.
         pass
@@ -156,13 +158,13 @@ def try_in_rank(
 
 @contextmanager
 def leaving_none_of(device: str) -> Iterator[None]:
-    """Context that frees the device memory it has used: a reused Python worker would keep it from other processes."""
+    """Context at whose end the process frees device memory; a reused Python worker would keep it otherwise."""
     try:
         yield
     except BaseException as error:
         if not is_host(device):
             clear_frames(error)
-            with suppress(Exception):  # After some errors, CUDA answers every call with the same one.
+            with suppress(Exception):  # After some errors, CUDA answers every call with the same error.
                 let_go(device)
         raise
     let_go(device)

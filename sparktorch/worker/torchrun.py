@@ -30,11 +30,12 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
     """Context with the environment variables of torchrun, after which the process is as before.
 
     See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
-    `LOCAL_RANK` is the index of the rank's device, which Spark may have chosen, as scripts pass it to `set_device`; on
+    Scripts pass `LOCAL_RANK` to `set_device`, so it is the index of the rank's device, which Spark may have chosen; on
     CPUs, it is the rank's index on its host. If `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`,
-    as torchrun's agent does: `init_process_group` without arguments then joins the ranks.
+    as torchrun's agent does: then `init_process_group` without arguments joins the ranks.
     """
-    address, store = world.address or "127.0.0.1", None
+    address = world.address or "127.0.0.1"
+    store = None
     offer = {"host": world.host, "address": address, "port": "0", "id": uuid.uuid4().hex}
     if hosts_store and world.is_main:
         store, port = host_store(address)
@@ -65,23 +66,29 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         os.environ.update({name: str(value) for name, value in values.items()})
         yield
         if hosts_store:
-            client.agree("torchrun-end", {})  # Until all ranks are here, others may need the store.
-    del store
+            client.agree("torchrun-end", {})  # Other ranks may need the store until all are here.
+    del store  # It has lived until here; without a reference, it ends.
 
 
 @contextmanager
 def left_as_before() -> Iterator[None]:
     """Context after which environment, arguments, import path, folder and torch's defaults are as before."""
-    environment, argv, path, folder = dict(os.environ), sys.argv, list(sys.path), os.getcwd()
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    grad, precision = torch.is_grad_enabled(), torch.get_float32_matmul_precision()
+    environment = dict(os.environ)
+    argv = sys.argv
+    path = list(sys.path)
+    folder = os.getcwd()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    grad = torch.is_grad_enabled()
+    precision = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path
         os.chdir(folder)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
@@ -95,12 +102,13 @@ def run_script(
 ) -> None:
     """Runs a script as `python path arguments` would, in this process.
 
-    `path` is that on the driver, and `source` its text. If this host has its folder, too, the script can import the
-    modules in it. `report` is called with an exception of the script before its process group is closed; a `RankError`
-    says that the exit status is not 0.
+    `path` is the script's path on the driver, and `source` its text. If this host has the same folder, the script can
+    import the modules in it. If the script raises an exception, `report` is called with it before the process group is
+    closed. A `RankError` says that the exit status is not 0.
     """
     with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
-        name, file = path.name, Path(folder, path.name)
+        name = path.name
+        file = Path(folder, path.name)
         file.write_text(source, encoding="utf-8")
         main = sys.modules.get("__main__")
         sys.argv = [str(file), *arguments]

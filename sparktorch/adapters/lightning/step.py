@@ -136,7 +136,7 @@ class Logs(Means):
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the values over all ranks; a collective, called by every rank."""
         of_all_ranks = Logs(self._computed)
-        for state in self._of_ranks(world):  # In rank order, so that all ranks see the same names in the same order.
+        for state in self._gather_sums(world):  # In rank order, so that all ranks see the same names in the same order.
             of_all_ranks.load_state_dict(state)
         self.metrics = of_all_ranks.logged_metrics
         values: dict[str, float] = {}

@@ -44,30 +44,32 @@ def empty_value(kind: pa.DataType) -> Any:
 
 def arrow_type(sql: str) -> pa.DataType:
     """Returns the Arrow type of a Spark SQL type; a `ValueError` says that `preprocess` does not support it."""
-    tokens = _TOKEN.findall(sql)[::-1]
+    rest = _TOKEN.findall(sql)[::-1]  # The first token is last, where `pop` takes it.
     try:
-        kind = _parsed(tokens)
+        kind = _pop_type(rest)
     except (KeyError, IndexError):  # A word is unknown, or the text ends early.
         kind = None
-    if kind is None or tokens:
+    if kind is None or rest:
         raise ValueError(f"{sql!r} is no type of a column that a callable can take")
     return kind
 
 
-def _parsed(tokens: list[str]) -> pa.DataType:
-    """Takes the tokens of a type from the end of a list, and returns the type."""
-    word = tokens.pop()
+def _pop_type(rest: list[str]) -> pa.DataType:
+    """Removes the tokens of a type from the end of a list, and returns the type."""
+    word = rest.pop()
     if word not in ("array", "struct"):
         return _PLAIN[word]
     fields = []
-    tokens.pop()  # It is "<".
-    while tokens[-1] != ">":
+    rest.pop()  # It is "<".
+    while rest[-1] != ">":
         name = ""
         if word == "struct":
-            name = tokens.pop()
-            tokens.pop()  # It is ":".
-        fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, _parsed(tokens)))
-        if tokens[-1] == ",":
-            tokens.pop()
-    tokens.pop()
+            name = rest.pop()
+            if name.startswith("`"):
+                name = name[1:-1].replace("``", "`")
+            rest.pop()  # It is ":".
+        fields.append((name, _pop_type(rest)))
+        if rest[-1] == ",":
+            rest.pop()
+    rest.pop()  # It is ">".
     return pa.list_(fields[0][1]) if word == "array" else pa.struct(fields)

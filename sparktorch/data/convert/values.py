@@ -36,6 +36,7 @@ def has_times(kind: pa.DataType) -> bool:
 
 def has_instants(kind: pa.DataType) -> bool:
     """Whether a type is or holds timestamps that have a time zone."""
+    # The text of a type shows the types inside it, too.
     return "tz=" in str(kind)
 
 
@@ -45,7 +46,7 @@ def has_structs(kind: pa.DataType) -> bool:
 
 
 def in_utc(kind: pa.DataType) -> pa.DataType:
-    """Returns a type with UTC as the time zone of the timestamps that it is or holds and that have one."""
+    """Returns a type whose timestamps, at any depth, have UTC in place of another time zone."""
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(in_utc(field.type)) for field in kind])
     if pa.types.is_large_list(kind):
@@ -56,22 +57,25 @@ def in_utc(kind: pa.DataType) -> pa.DataType:
 
 
 def fits_times(column_type: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether a column of some type has the times that `kind` is or holds; names of fields may differ."""
+    """Whether a column of type `column_type` has the times that `kind` is or holds; names of fields may differ."""
     if pa.types.is_null(column_type):
         return True
     if pa.types.is_struct(kind):
-        alike = pa.types.is_struct(column_type) and column_type.num_fields == kind.num_fields
-        return alike and all(
-            fits_times(column_field.type, field.type) for column_field, field in zip(column_type, kind, strict=True)
-        )
+        if not pa.types.is_struct(column_type) or column_type.num_fields != kind.num_fields:
+            return False
+        fields = zip(column_type, kind, strict=True)
+        return all(fits_times(column_field.type, field.type) for column_field, field in fields)
     if _is_list(kind):
         return _is_list(column_type) and fits_times(column_type.value_type, kind.value_type)
     return not pa.types.is_temporal(kind) or bool(in_utc(column_type) == kind)
 
 
 def zone_named(name: str) -> tzinfo:
-    """Returns a time zone by its name in Spark: a region, or an offset such as "+02:00"; else a `ConfigError`."""
-    # `timezone.utc` needs no files of zones, and whole columns are converted at once where a zone is this object.
+    """Returns a time zone by its name in Spark, a region or an offset such as "+02:00".
+
+    A `ConfigError` refuses other names.
+    """
+    # `timezone.utc` needs no files of zones, and `values_as` converts whole columns at once if the zone is this object.
     if name in ("UTC", "Z", "UT", "GMT"):
         return timezone.utc
     offset = _OFFSET.fullmatch(name)
@@ -86,49 +90,59 @@ def zone_named(name: str) -> tzinfo:
             ) from error
     sign, *numbers = offset.groups()
     hours, minutes, seconds = (int(number or 0) for number in numbers)
-    return timezone((1 if sign == "+" else -1) * timedelta(hours=hours, minutes=minutes, seconds=seconds))
+    distance = timedelta(hours=hours, minutes=minutes, seconds=seconds)
+    return timezone(distance if sign == "+" else -distance)
 
 
 def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
-    """Converts values to a type that holds times or structs, one by one but for pandas' columns of times.
+    """Converts values to a type that holds times or structs; text is read as ISO 8601.
 
     Times without a time zone are in `zone`. `None` stands for rows of Spark: their times are in the zone of this
-    process, and their NaN is no null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers,
-    which name neither a unit nor a beginning, and times with a zone for a column whose times have none.
+    process, and their NaN is no null.
+
+    Raises:
+        ValueError: A text is no time.
+        TypeError: A value is no time, such as a number, which names neither a unit nor a beginning. Or a time has a
+            zone, and the times of the column have none.
     """
     dtype = getattr(values, "dtype", None)
-    # Columns of times in pandas are converted at once.
+    # pandas' columns of times are converted at once, all other values one by one.
     if getattr(dtype, "kind", "") == "M" and hasattr(values, "dt") and pa.types.is_timestamp(kind):
         if kind.tz and values.dt.tz:
-            values, zone = values.dt.tz_convert(None), timezone.utc
+            values = values.dt.tz_convert(None)
+            zone = timezone.utc
         if values.dt.tz is None and (not kind.tz or zone is timezone.utc):
             return pa.array(values.to_numpy().astype("datetime64[us]")).cast(kind)
     rows = values.to_pylist() if hasattr(values, "to_pylist") else values
-    return pa.array([_converted(row, kind, zone) for row in rows], kind)
+    return pa.array([_as_arrow_takes(row, kind, zone) for row in rows], kind)
 
 
-def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
-    """Returns a value as Arrow takes it for a type, with instants in UTC."""
+def _as_arrow_takes(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
+    """Returns a value in the form that Arrow takes for a type, with instants in UTC."""
     if _is_missing(value):
-        return value if zone is None and isinstance(value, float) and pa.types.is_floating(kind) else None
+        is_nan_from_spark = zone is None and isinstance(value, float) and pa.types.is_floating(kind)
+        return value if is_nan_from_spark else None
     if pa.types.is_struct(kind):
-        # A Row of Spark's is a tuple, and no mapping.
+        # A row of Spark's is a tuple, and no mapping.
         fields = value.asDict() if hasattr(value, "asDict") else value
         if not isinstance(fields, Mapping):
             raise TypeError(f"{value!r} is no struct of {kind}")
-        return {field.name: _converted(fields.get(field.name), field.type, zone) for field in kind}
+        return {field.name: _as_arrow_takes(fields.get(field.name), field.type, zone) for field in kind}
     if _is_list(kind):
         if isinstance(value, str | bytes | Mapping):
             raise TypeError(f"{value!r} is no list of {kind.value_type}")
-        return [_converted(item, kind.value_type, zone) for item in value]
-    # Spark sends decimals, which specs have as double, as Decimal.
+        return [_as_arrow_takes(item, kind.value_type, zone) for item in value]
+    # Spark sends decimals as Decimal, and the model has them as double.
     if isinstance(value, Decimal) and pa.types.is_floating(kind):
         return float(value)
     return _time(value, kind, zone) if pa.types.is_temporal(kind) else value
 
 
 def _time(value: Any, kind: pa.DataType, zone: tzinfo | None) -> date:
-    """Returns a date, or a time without a zone: an instant in UTC, or that of a wall clock if `kind` has no zone."""
+    """Returns a date, or a time without a zone.
+
+    The time is an instant in UTC if `kind` has a zone, otherwise the time of a wall clock.
+    """
     moment = value
     if isinstance(value, str):
         moment = read_time(value)
@@ -156,17 +170,21 @@ def _time(value: Any, kind: pa.DataType, zone: tzinfo | None) -> date:
 
 
 def _localised(moment: datetime, zone: tzinfo | None) -> datetime:
-    """Returns a time with a zone; of two instants with that time in autumn, the first, as Spark reads text."""
+    """Returns a time with a zone. In the hour that clocks repeat in autumn, it is the first, as Spark reads text."""
     plain = datetime.combine(moment.date(), moment.time())
-    # Python has no local time at the ends of the calendar, which stand for no beginning and no end.
     if zone is None:
-        offset = plain.replace(year=min(max(plain.year, 2), 9998)).astimezone().utcoffset()
+        # Python has no local time in the first and the last year of the calendar.
+        year = min(max(plain.year, 2), 9998)
+        offset = plain.replace(year=year).astimezone().utcoffset()
         zone = timezone(offset or timedelta())
     return plain.replace(tzinfo=zone)
 
 
 def read_time(text: str) -> datetime:
-    """Returns the time in text of ISO 8601, with its zone if there is one; else a `ValueError`."""
+    """Returns the time in a text in the form of ISO 8601, with its zone if there is one.
+
+    A `ValueError` refuses other texts.
+    """
     parts = _ISO.fullmatch(text.strip())
     try:
         if parts is None:

@@ -1,4 +1,4 @@
-"""Makes in a thread what the training needs next, and copies batches to the device, on a stream of its own."""
+"""Threads that make the next batches and orders of epochs, and copy batches to the device on a separate stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from sparktorch.base.batch import Batch, components, rebuilt
 from sparktorch.base.devices import module_of, select, upload
 
-__all__ = ["ByEpoch", "ahead", "moved"]
+__all__ = ["ByEpoch", "on_device", "read_ahead"]
 
 T = TypeVar("T")
 
@@ -23,16 +23,16 @@ _COPIED_AHEAD = 2  # One batch is copied while another one waits.
 
 
 def _no_size(_: object) -> int:
-    """Returns the size of an item where any number of them may wait."""
+    """Returns the size of an item where sizes do not matter."""
     return 0
 
 
-def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _no_size, most: int = 0) -> Generator[T]:
+def read_ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _no_size, most: int = 0) -> Generator[T]:
     """Yields the items of a generator that runs in a thread, at most `depth` items ahead.
 
     The thread starts when the first item is requested, and closes `items`. It has ended when this generator ends:
     exhausted, closed, or by an exception of `items`, which is raised again here. `most` limits the total `size`
-    of waiting items, assuming that the next one is as large as the last; one item is always made.
+    of waiting items, assuming that the next item is as large as the last; one item is always made.
     """
     waiting: deque[tuple[T, int]] = deque()
     changed = threading.Condition()
@@ -88,48 +88,50 @@ def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _no_siz
         thread.join()
 
 
-def moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
+def on_device(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
     """Returns CPU batches on a device, at most two of them in advance; for the CPU, `batches` itself.
 
-    A thread copies them from pinned memory on a stream of its own, and closes `batches` when the returned generator is
+    A thread copies them from pinned memory on a separate stream, and closes `batches` when the returned generator is
     closed. The training's stream waits for its batch; the host does not.
     """
-    return batches if device.type == "cpu" else _moved(batches, device)
+    return batches if device.type == "cpu" else _on_accelerator(batches, device)
 
 
-def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
-    module, copy_stream = module_of(device), _stream_beside(device)
+def _on_accelerator(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
+    device_module = module_of(device)
+    copy_stream = _copy_stream(device)
 
-    def copied() -> Generator[tuple[Batch, Any]]:
+    def copies() -> Generator[tuple[Batch, Any]]:
         select(str(device))
-        with closing(batches), module.stream(copy_stream):
+        with closing(batches), device_module.stream(copy_stream):
             for batch in batches:
-                yield _on_device(batch, device), copy_stream.record_event()
+                yield _copy(batch, device), copy_stream.record_event()
 
-    with closing(ahead(copied(), _COPIED_AHEAD)) as coming:
-        for batch, copied_event in coming:
-            training = module.current_stream(device)
-            training.wait_event(copied_event)
+    with closing(read_ahead(copies(), _COPIED_AHEAD)) as batches_with_events:
+        for batch, copy_event in batches_with_events:
+            training_stream = device_module.current_stream(device)
+            training_stream.wait_event(copy_event)
             for tensor in batch.tensors:
                 for part in components(tensor):
                     # Otherwise torch would reuse the memory before the training's stream has read it.
-                    part.record_stream(training)
+                    part.record_stream(training_stream)
             yield batch
 
 
 @cache
-def _stream_beside(device: torch.device) -> Any:
+def _copy_stream(device: torch.device) -> Any:
     """Returns the device's one stream for copies: torch reuses memory only on the stream that allocated it."""
     return module_of(device).Stream(device)
 
 
-def _on_device(batch: Batch, device: torch.device) -> Batch:
+def _copy(batch: Batch, device: torch.device) -> Batch:
     """Returns a copy of a batch on the device, made asynchronously on the current stream."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return upload(tensor, device)
 
     weight = None if batch.weight is None else copy(batch.weight)
+    # If both weights are one tensor, it is copied once.
     loss_weight = weight
     if batch.loss_weight is not batch.weight:
         loss_weight = None if batch.loss_weight is None else copy(batch.loss_weight)
@@ -155,8 +157,8 @@ class ByEpoch(Generic[T]):
 
     def __getitem__(self, epoch: int) -> T:
         """Returns the value of an epoch; makes it if there is none."""
-        if not self._knows(epoch):
-            self.close()
+        if not self._has_value(epoch):
+            self.close()  # The thread may be making it.
         with self._lock:
             if epoch in self._values:
                 return self._values[epoch]
@@ -174,8 +176,8 @@ class ByEpoch(Generic[T]):
             self._values = {}
 
     def begin(self, epoch: int) -> None:
-        """Starts to make a value in a thread, unless it exists or the thread is still making another."""
-        if self._knows(epoch) or (self._thread is not None and self._thread.is_alive()):
+        """Starts to make a value in a thread, unless it exists or the thread is still making another value."""
+        if self._has_value(epoch) or (self._thread is not None and self._thread.is_alive()):
             return
 
         def work() -> None:
@@ -191,10 +193,11 @@ class ByEpoch(Generic[T]):
             self._thread.join()
             self._thread = None
 
-    def _knows(self, epoch: int) -> bool:
+    def _has_value(self, epoch: int) -> bool:
         with self._lock:
             return epoch in self._values
 
     def _store(self, epoch: int, value: T) -> T:
+        """Stores a value unless there is one, and returns the stored value."""
         with self._lock:
             return self._values.setdefault(epoch, value)

@@ -1,4 +1,4 @@
-"""Columns stored as Arrow arrays, for a `preprocess` that makes tensors of them."""
+"""Columns stored as Arrow arrays, from which a `preprocess` makes tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, p
 
 
 class ArrowColumn(Field):
-    """An unconverted column: taken as NumPy if it holds numbers, booleans, dates or timestamps, otherwise as Arrow.
+    """An unconverted column, from which `take` returns NumPy arrays or Arrow arrays.
 
-    With `TensorSpec.nulls`, it is taken as Arrow always. Instants are in UTC at any depth, whatever zone Spark sends
-    them in: they are the same in ranks, in scoring and in MLflow, whichever session asks.
+    Numbers, booleans, dates and timestamps are taken as NumPy arrays, unless `TensorSpec.nulls` is set; all else is
+    taken as Arrow arrays. Instants are in UTC at any depth, whatever zone Spark sends them in: they are the same in
+    ranks, in scoring and in MLflow, whichever session asks.
     """
 
     decodes = True
@@ -52,10 +53,10 @@ class ArrowColumn(Field):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
         self._node_of(column.type).append(column)
 
-    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Returns one array; in NumPy arrays, null dates and timestamps are `NaT`.
 
-        It has one of Arrow's large types, with 64-bit offsets, where 32-bit offsets do not suffice.
+        An Arrow array has one of the large types, with 64-bit offsets, where 32-bit offsets do not suffice.
         """
         column = self.rows.take(pa.array(index.numpy()))
         if pa.types.is_primitive(column.type) and not self._spec.nulls:
@@ -65,7 +66,7 @@ class ArrowColumn(Field):
         return (column,)
 
     def _node_of(self, kind: pa.DataType) -> _Node:
-        """Returns the node that stores the rows, which the first batch's type decides."""
+        """Returns the node that stores the rows; the type of the first batch decides which one."""
         if "rows" not in self._parts:
             self._parts["rows"] = _node(kind, self._spec, self._storage)
         node = self._parts["rows"]
@@ -74,9 +75,13 @@ class ArrowColumn(Field):
 
 
 class _Node(ABC):
-    """Rows of one Arrow type, stored as the buffers of one array with 64-bit offsets."""
+    """Rows of one Arrow type, stored as the buffers of one array with 64-bit offsets.
+
+    Nested types have a node for each of their types. Rows are appended, and then read by `finish` or `read`.
+    """
 
     def __init__(self, kind: pa.DataType, storage: RowStorage, *parts: Stored) -> None:
+        """Creates a node without rows; `parts` store the rows of `kind` but for which of them are null."""
         self.type = kind
         self._valid = storage.spool(np.bool_)
         self._parts = self._valid, *parts
@@ -100,62 +105,71 @@ class _Node(ABC):
 
     @abstractmethod
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        """Returns the rows in `runs`, or all if `None`; `valid` is their mask of non-null rows."""
+        """Returns the rows in `runs`, or all rows for `None`; `valid` is the mask of these rows that are not null."""
 
 
 class _Fixed(_Node):
     """Numbers, booleans, dates and timestamps."""
 
     def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
-        self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
-        self._viewed = pa.types.is_temporal(kind)
-        self._values = storage.spool((self._storage if self._viewed else kind).to_pandas_dtype())
+        # Dates and timestamps are stored as the integers that they consist of.
+        self._is_temporal = pa.types.is_temporal(kind)
+        self._integers = pa.int64() if kind.bit_width == 64 else pa.int32()
+        self._values = storage.spool((self._integers if self._is_temporal else kind).to_pandas_dtype())
         super().__init__(kind, storage, self._values)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
-        stored = column.view(self._storage) if self._viewed else column
-        zero = pa.scalar(0).cast(stored.type)
-        self._values.append((stored.fill_null(zero) if stored.null_count else stored).to_numpy(zero_copy_only=False))
+        numbers = column.view(self._integers) if self._is_temporal else column
+        if numbers.null_count:
+            numbers = numbers.fill_null(pa.scalar(0).cast(numbers.type))
+        self._values.append(numbers.to_numpy(zero_copy_only=False))
 
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
         values = self._values.finish() if runs is None else self._values.read(runs)
         column = pa.array(values, mask=None if valid.all() else ~valid)
-        return column.view(self.type) if self._viewed else column
+        return column.view(self.type) if self._is_temporal else column
 
 
 class _Elements(_Node):
-    """Rows of elements: bytes of strings and binary values, and those of lists, which a node of their own stores."""
+    """Rows of elements: strings and binary values have their bytes in a spool, lists their elements in a node."""
 
     def __init__(self, kind: pa.DataType, storage: RowStorage, inner: Spool | _Node) -> None:
-        self._offsets, self._inner = Offsets(storage), inner
+        self._offsets = Offsets(storage)
+        self._inner = inner
         super().__init__(kind, storage, self._offsets, inner)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
         if _is_list(self.type):
-            lengths, elements = column.value_lengths().fill_null(0).to_numpy().astype(np.int64), column.flatten()
+            lengths = column.value_lengths().fill_null(0).to_numpy().astype(np.int64)
+            elements = column.flatten()
         else:
-            filled = column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column
-            offsets, elements = byte_rows(filled)
+            without_nulls = column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column
+            offsets, elements = byte_rows(without_nulls)
             lengths = np.diff(offsets)
         self._offsets.append(lengths)
         self._inner.append(elements)
 
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        borders, runs_of_elements = (self._offsets.finish(), None) if runs is None else self._offsets.read(runs)
-        elements: Any = self._inner.finish() if runs_of_elements is None else self._inner.read(runs_of_elements)
-        buffers = [_bitmap(valid), pa.py_buffer(borders)]
+        elements: Any
+        if runs is None:
+            offsets = self._offsets.finish()
+            elements = self._inner.finish()
+        else:
+            offsets, element_runs = self._offsets.read(runs)
+            elements = self._inner.read(element_runs)
+        buffers = [_bitmap(valid), pa.py_buffer(offsets)]
         if _is_list(self.type):
             kind = pa.large_list(elements.type)
             return pa.Array.from_buffers(kind, len(valid), buffers, children=[elements])
-        text = pa.types.is_string(self.type) or pa.types.is_large_string(self.type)
-        kind = pa.large_string() if text else pa.large_binary()
+        is_text = pa.types.is_string(self.type) or pa.types.is_large_string(self.type)
+        kind = pa.large_string() if is_text else pa.large_binary()
         return pa.Array.from_buffers(kind, len(valid), [*buffers, pa.py_buffer(elements)])
 
 
 class _Structs(_Node):
-    """Structs, with a node per field."""
+    """Structs, with a node for each field."""
 
     def __init__(self, kind: pa.StructType, spec: TensorSpec, storage: RowStorage) -> None:
         self._fields = [_node(field.type, spec, storage) for field in kind]

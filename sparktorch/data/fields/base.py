@@ -19,7 +19,7 @@ import torch
 
 from sparktorch.base.devices import jagged, upload
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
+from sparktorch.data.convert.tensors import ragged_rows, to_numpy, vector_rows
 from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage, Runs, Spool
 
@@ -64,7 +64,7 @@ class Offsets:
         return self._spool.nbytes - 8
 
     def append(self, lengths: Int64) -> None:
-        """Appends rows of those lengths, int64 of shape `(rows,)`."""
+        """Appends rows by their lengths, int64 of shape `(rows,)`."""
         if len(lengths):
             ends = self._end + np.cumsum(lengths, dtype=np.int64)
             self._spool.append(ends)
@@ -75,13 +75,14 @@ class Offsets:
         return self._spool.finish()
 
     def read(self, runs: Runs) -> tuple[Int64, Runs]:
-        """Returns the offsets of the rows in `runs` among themselves, and the runs of their elements in storage."""
-        borders = self._spool.read(Runs(runs.starts, runs.stops + 1))
-        # `first` is the index of each run's first offset among `borders`, `last` that of its last one.
+        """Returns the offsets of the rows in `runs`, counted from 0, and the runs of their elements in storage."""
+        offsets = self._spool.read(Runs(runs.starts, runs.stops + 1))
+        # These are the indices in `offsets` of each run's first and last offset.
         first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)
         last = first + runs.lengths
-        lengths = np.delete(np.diff(borders, append=0), last)
-        return np.concatenate([[0], np.cumsum(lengths)]), Runs(borders[first], borders[last])
+        # The difference after a run's last offset is the gap to the next run, and no row.
+        lengths = np.delete(np.diff(offsets, append=0), last)
+        return np.concatenate([[0], np.cumsum(lengths)]), Runs(offsets[first], offsets[last])
 
 
 class ElementSpool:
@@ -98,7 +99,7 @@ class ElementSpool:
         return self._values.nbytes + self._offsets.nbytes
 
     def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-        """Appends rows, as elements of shape `(elements, *shape)` and the int64 number of elements of each row."""
+        """Appends the elements of rows, of shape `(elements, *shape)`, and the int64 number of elements in each row."""
         self._values.append(values)
         self._offsets.append(lengths)
 
@@ -106,15 +107,15 @@ class ElementSpool:
         """Ends appending, and returns all rows."""
         return Elements.of(self._values.finish(), self._offsets.finish())
 
-    def expect(self, runs: Runs) -> None:
-        """Has the system read the elements of the rows in `runs`, without waiting for them; reads their offsets."""
-        _, runs_of_values = self._offsets.read(runs)
-        self._values.expect(runs_of_values)
+    def prefetch(self, runs: Runs) -> None:
+        """Reads the offsets of the rows in `runs`, and has the system read their elements without waiting for them."""
+        _, element_runs = self._offsets.read(runs)
+        self._values.prefetch(element_runs)
 
     def read(self, runs: Runs) -> Elements:
         """Returns the rows in `runs`, copied into memory; can be called repeatedly, but not after `finish`."""
-        borders, runs_of_values = self._offsets.read(runs)
-        return Elements.of(self._values.read(runs_of_values), borders)
+        offsets, element_runs = self._offsets.read(runs)
+        return Elements.of(self._values.read(element_runs), offsets)
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,10 @@ class Elements:
     """The elements of all rows of a column.
 
     Attributes:
-        values: Elements of all rows, `(elements, *shape)`, on the device of the rows.
-        starts: First element of each row, int64 of shape `(rows,)`, on the CPU.
-        lengths: Elements of each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known without
-            synchronising with a device.
+        values: The elements, of shape `(elements, *shape)`, on the device of the rows.
+        starts: Index of each row's first element, int64 of shape `(rows,)`, on the CPU.
+        lengths: Number of elements in each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known
+            without synchronising with a device.
     """
 
     values: torch.Tensor
@@ -133,26 +134,30 @@ class Elements:
     lengths: torch.Tensor
 
     @classmethod
-    def of(cls, values: npt.NDArray[Any], borders: Int64) -> Elements:
-        """Returns the rows of concatenated elements, from where each begins and the last one ends."""
-        return cls(*map(torch.from_numpy, (values, borders[:-1], np.diff(borders))))
+    def of(cls, values: npt.NDArray[Any], offsets: Int64) -> Elements:
+        """Returns rows from their concatenated elements and their offsets, int64 of shape `(rows + 1,)`."""
+        return cls(torch.from_numpy(values), torch.from_numpy(offsets[:-1]), torch.from_numpy(np.diff(offsets)))
 
     def to(self, device: torch.device) -> Elements:
         """Returns the rows on a device."""
         return replace(self, values=self.values.to(device))
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the elements of the rows `index`, int64 on the CPU.
+        """Returns the elements of the rows `index`, which is int64 on the CPU.
 
-        They have the shape `(elements, *shape)`. With them come, as int64, the position of each element's row in
-        `index`, its position in the row, and the number of elements of each row. All are on the device of the rows.
+        Returns:
+            The elements, of shape `(elements, *shape)`; for each element the position of its row in `index`, and its
+            position in this row; and the number of elements in each row. The last three are int64, and all are on the
+            device of the rows.
         """
         where, row, position, lengths = self.locate(index)
         return self.values[where], row, position, lengths
 
     def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the same as `take`, but indices into `values`, int64 of shape `(elements,)`, instead of elements."""
-        device, bounds = self.values.device, torch.stack([self.starts[index], self.lengths[index]])
+        """Returns the same as `take`, with indices in `values` instead of elements, int64 of shape `(elements,)`."""
+        device = self.values.device
+        # One tensor of both takes one copy to the device.
+        bounds = torch.stack([self.starts[index], self.lengths[index]])
         count = int(bounds[1].sum())
         starts, lengths = upload(bounds, device)
         # Without `output_size`, torch would wait for the device to count the elements.
@@ -164,10 +169,13 @@ class Elements:
 class Field(ABC):
     """One column of a rank's rows: filled batch by batch, then read by row number.
 
+    Rows in memory are read by `take`, after `finish` and perhaps `to`. Rows on disk are never finished: `read` returns
+    a finished field of some rows, after `prefetch` has announced them.
+
     Attributes:
         decodes: Whether `take` decodes rows instead of only copying them, so that a thread pays off.
         arguments: Number of arguments of `forward` that the column becomes.
-        uneven: Whether splitting a batch needs the `lengths` of its rows.
+        uneven: Whether a batch can only be split by the `lengths` of its rows.
     """
 
     decodes: bool = False
@@ -175,8 +183,9 @@ class Field(ABC):
     uneven: bool = False
 
     def __init__(self, spec: TensorSpec, **parts: Stored) -> None:
-        """Takes what rows are appended to: once they are read, they are attributes of the same names."""
-        self._spec, self._parts = spec, parts
+        """Takes the parts of the column, by the names of the attributes that hold them once they are read."""
+        self._spec = spec
+        self._parts = parts
         self._device = torch.device("cpu")
 
     @property
@@ -186,20 +195,26 @@ class Field(ABC):
 
     @abstractmethod
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and stores the rows of a batch; adds the column to the row digests, if it is `ColumnKind.digestible`.
+        """Checks and stores the rows of a batch.
 
-        A `ColumnError` names column, count and first row; `first_row` is the batch's first row number.
+        Args:
+            column: The rows.
+            first_row: The row number of the batch's first row, for messages.
+            digests: The row digests to which the column is added; `None` if it is not `ColumnKind.digestible`.
+
+        Raises:
+            ColumnError: Some rows cannot be stored. The error names column, count and first row.
         """
 
     def finish(self) -> None:
         """Ends appending."""
-        self._hold({name: part.finish() for name, part in self._parts.items()})
+        self._set_parts({name: part.finish() for name, part in self._parts.items()})
 
     def to(self, device: torch.device) -> None:
         """Moves finished rows to a device unless they are decoded; `take` then returns its tensors there."""
         self._device = device
         if not self.decodes:
-            self._hold({name: getattr(self, name).to(device) for name in self._parts})
+            self._set_parts({name: getattr(self, name).to(device) for name in self._parts})
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of the rows in `runs`, copied into memory.
@@ -207,28 +222,30 @@ class Field(ABC):
         It can be called repeatedly, but not after `finish`.
         """
         field = copy.copy(self)
-        field._hold({name: part.read(runs) for name, part in self._parts.items()})
+        field._set_parts({name: part.read(runs) for name, part in self._parts.items()})
         return field
 
-    def expect(self, runs: Runs) -> None:
-        """Has the system read the rows in `runs` from disk, without waiting for them; a thread reads Arrow columns."""
+    def prefetch(self, runs: Runs) -> None:
+        """Has the system read the rows in `runs` from disk, without waiting for them."""
         for part in self._parts.values():
+            # Batches with Arrow columns are made in a thread, which may wait for the disk.
             if isinstance(part, Spool | ElementSpool):
-                part.expect(runs)
+                part.prefetch(runs)
 
-    def _hold(self, rows: Mapping[str, Any]) -> None:
-        for name, value in rows.items():
+    def _set_parts(self, parts: Mapping[str, Any]) -> None:
+        """Sets the attributes that hold the rows; arrays become tensors."""
+        for name, value in parts.items():
             setattr(self, name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns the number of elements of rows, int64 of shape `(rows,)` on the CPU; only for `uneven` fields."""
+        """Returns the number of elements in each row, int64 of shape `(rows,)` on the CPU; only for `uneven` fields."""
         raise NotImplementedError
 
     @abstractmethod
-    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[Any, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns rows as `forward` or `preprocess` gets them, without synchronising host and device.
 
-        `index` has row numbers, int64 on the CPU, and `here` is its copy on the device of the rows, if there is one.
+        `index` has row numbers, int64 on the CPU; `here` is its copy on the device of the rows, `None` to make it.
         """
 
     def part(self, start: int, stop: int) -> tuple[Any, ...]:
@@ -249,9 +266,12 @@ class Dense(Field):
         *,
         dtype: npt.DTypeLike | None = None,
     ) -> None:
-        """Creates an empty field of `dtype`, by default the spec's; `check` returns values as they are to be stored."""
-        self._check, self._dtype = check, np.dtype(dtype or spec.dtype)
-        self._spool = storage.spool(self._dtype, spec.shape)
+        """Creates an empty field of `dtype`, by default the dtype of the spec.
+
+        `check` refuses values, or returns them as they are to be stored.
+        """
+        self._check = check
+        self._spool = storage.spool(np.dtype(dtype or spec.dtype), spec.shape)
         super().__init__(spec, values=self._spool)
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
@@ -261,9 +281,9 @@ class Dense(Field):
             digests.add(self._spec.name, values)
         self._spool.append(values if self._check is None else self._check(values))
 
-    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`."""
-        return (self.values.index_select(0, upload(index, self._device) if device_index is None else device_index),)
+        return (self.values.index_select(0, upload(index, self._device) if here is None else here),)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Returns the rows from `start` to `stop`, as a view."""
@@ -304,29 +324,31 @@ class Vectors(Field):
             self._indices.append(np.empty(0, np.int32), np.zeros_like(lengths))
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
+        """Returns the number of stored values in each row, int64 of shape `(rows,)` on the CPU."""
         return self.values.lengths[index]
 
-    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`, or a `torch.sparse_csr` one of shape `(rows, width)`."""
-        width, shape = self._spec.width, (len(index), *self._spec.shape)
-        every, sparse = self.values.values, self.indices.values
-        # If every row holds all its values, these are a matrix.
-        all_present = len(every) == len(self.values.lengths) * width
-        if not len(sparse) and self._spec.layout == "dense" and all_present:
-            device_index = upload(index, self._device) if device_index is None else device_index
-            return (every.view(-1, width).index_select(0, device_index).view(shape),)
+        width = self._spec.width
+        shape = (len(index), *self._spec.shape)
+        all_values = self.values.values
+        all_indices = self.indices.values
+        # If all rows hold all their values, these are a matrix.
+        is_matrix = len(all_values) == len(self.values.lengths) * width
+        if not len(all_indices) and self._spec.layout == "dense" and is_matrix:
+            here = upload(index, self._device) if here is None else here
+            return (all_values.view(-1, width).index_select(0, here).view(shape),)
         where, row, position, lengths = self.values.locate(index)
-        values = every[where]
-        if len(sparse) == len(every):  # All rows are sparse.
-            position = sparse[where].long()
-        elif len(sparse):
+        values = all_values[where]
+        if len(all_indices) == len(all_values):  # All rows are sparse.
+            position = all_indices[where].long()
+        elif len(all_indices):
             # Some rows are sparse: their stored indices replace the positions in these rows.
             stored, row_of_stored, stored_position, _ = self.indices.take(index)
             position[(lengths.cumsum(0) - lengths)[row_of_stored] + stored_position] = stored.long()
         if self._spec.layout == "sparse_csr":
-            ends = _ends(lengths)
-            return (torch.sparse_csr_tensor(ends, position, values, (len(index), width), check_invariants=False),)
+            offsets = _offsets(lengths)
+            return (torch.sparse_csr_tensor(offsets, position, values, (len(index), width), check_invariants=False),)
         dense = values.new_zeros(len(index), width)
         dense[row, position] = values
         return (dense.view(shape),)
@@ -347,31 +369,31 @@ class Ragged(Field):
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
-        self._elements.append(*ragged(column, self._spec, first_row=first_row))
+        self._elements.append(*ragged_rows(column, self._spec, first_row=first_row))
 
-    def take(self, index: torch.Tensor, device_index: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask if they are padded.
 
         Padded: the elements, of shape `(rows, longest, *spec.shape)`, and the mask, bool of shape `(rows, longest)`,
         true at positions that hold data. Jagged: a nested tensor of shape `(rows, j, *spec.shape)`.
         """
-        on_host = self.lengths(index)
+        lengths_on_host = self.lengths(index)
         elements, row, position, lengths = self.rows.take(index)
         if self._spec.layout == "jagged":
-            return (jagged(elements, _ends(lengths), on_host),)
-        longest = max(1, int(on_host.max())) if len(index) else 1
+            return (jagged(elements, _offsets(lengths), lengths_on_host),)
+        longest = max(1, int(lengths_on_host.max())) if len(index) else 1
         mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
         padded = elements.new_full((len(index), longest, *self._spec.shape), self._spec.pad)
         padded[row, position] = elements
         return padded, mask
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns the number of elements of each row, int64 of shape `(rows,)`, on the CPU."""
+        """Returns the number of elements in each row, int64 of shape `(rows,)` on the CPU."""
         return self.rows.lengths[index]
 
 
-def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """Returns the offsets of rows of those lengths, int64 of shape `(rows + 1,)`."""
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """Returns the offsets of rows from their lengths, int64 of shape `(rows + 1,)`."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 

@@ -1,4 +1,4 @@
-"""Images: stored as the bytes that arrive, decoded by Pillow when rows are taken."""
+"""Images, which are stored as the bytes that arrive, and decoded by Pillow when rows are taken."""
 
 from __future__ import annotations
 
@@ -27,15 +27,22 @@ __all__ = ["Images", "black_image", "image_size"]
 _FORMATS = ("JPEG", "PNG")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _DEEP = ("I", "F")  # Modes of more than 8 bits a channel begin with these.
-_ENCODED, _NULL = 0, -1  # These stand for the size, which only decoded images have.
+# These stand in place of the size, which only images that Spark has decoded have.
+_ENCODED = 0
+_NULL = -1
 
 Pixels = npt.NDArray[np.uint8]
 
 
 class Images(Field):
-    """Encoded images, and images of Spark's `image` source: one tensor of shape `(rows, *spec.shape)`.
+    """Encoded images, and images that Spark's `image` source has decoded: one tensor of shape `(rows, *spec.shape)`.
 
     The channels are the first axis of `spec.shape` if its size is 1, 3 or 4, otherwise the last.
+
+    Attributes:
+        files: The bytes of each image: a file, or pixels.
+        dims: Height, width and number of channels of each image of pixels, int32 of shape `(rows, 3)`; `_ENCODED` for a
+            file, and `_NULL` for a null.
     """
 
     decodes = True
@@ -44,10 +51,11 @@ class Images(Field):
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field."""
-        self._bytes, self._sizes = ElementSpool(np.uint8, storage), storage.spool(np.int32, (3,))
+        self._bytes = ElementSpool(np.uint8, storage)
+        self._sizes = storage.spool(np.int32, (3,))
         super().__init__(spec, files=self._bytes, dims=self._sizes)
         self._channels_first, self._shape = _axes(spec)
-        # Its threads start with the first step, and end with this field and the fields that `read` returned.
+        # The threads start with the first step, and end with this field and the fields that `read` returned.
         self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
@@ -97,8 +105,8 @@ class Images(Field):
 
     def _pixels(self, row: int) -> Any:
         """Returns the decoded image of a row, uint8 of shape `(height, width, channels)`."""
-        start, length = int(self.files.starts[row]), int(self.files.lengths[row])
-        data: Pixels = self.files.values.numpy()[start : start + length]
+        start = int(self.files.starts[row])
+        data: Pixels = self.files.values.numpy()[start : start + int(self.files.lengths[row])]
         height, width, channels = self._shape
         try:
             image = _opened(data, self.dims[row].numpy())
@@ -122,9 +130,8 @@ class Images(Field):
         if not size.any():
             shape = image_size(data, self._spec, row=row)
         elif size.prod() != len(data) or int(size[2]) not in _MODES:
-            raise _no_image(
-                self._spec, row, f"{len(data)} bytes for {size[0]} x {size[1]} pixels of {size[2]} channels"
-            )
+            why = f"{len(data)} bytes for {size[0]} x {size[1]} pixels of {size[2]} channels"
+            raise _no_image(self._spec, row, why)
         else:
             shape = int(size[0]), int(size[1])
         if not self._spec.resize and shape != self._shape[:2]:
@@ -160,7 +167,7 @@ def black_image(spec: TensorSpec) -> bytes:
 
 
 def _axes(spec: TensorSpec) -> tuple[bool, tuple[int, int, int]]:
-    """Returns whether the channels come first, and the number of rows, columns and channels of an image."""
+    """Returns whether the channels come first, and an image's height, width and number of channels."""
     if spec.shape[0] in _MODES:
         channels, height, width = spec.shape
         return True, (height, width, channels)
@@ -185,6 +192,7 @@ def _file(data: bytes | Pixels) -> Any:
 
 
 def _no_image(spec: TensorSpec, row: int, why: str) -> ColumnError:
+    """Returns the error about a row that is no image."""
     return ColumnError(
         f"a row of column {spec.column!r} is no image that can be decoded: {why}",
         hint="images are JPEG or PNG files, or come from Spark's image source, with 8 bits a channel",

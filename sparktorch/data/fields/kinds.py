@@ -1,4 +1,4 @@
-"""The kinds of columns: a class for each has what differs between them, but for Spark's types and expressions."""
+"""The kinds of columns: a class for each kind says how it differs from the others in a rank and in scoring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
-from sparktorch.data.convert.tensors import as_lists, to_arrow, within_limits
+from sparktorch.data.convert.tensors import as_lists, nulls_for_misfits, to_arrow
 from sparktorch.data.convert.values import TIMES_HINT, fits_times, has_structs, has_times, values_as
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
@@ -26,56 +26,65 @@ __all__ = ["KINDS", "ColumnKind", "kind_of"]
 KINDS: dict[str, ColumnKind] = {}
 _VECTOR_PARTS = {"size": pa.int32(), "indices": pa.list_(pa.int32())}
 _IMAGE_PARTS = {"height": pa.int32(), "width": pa.int32(), "nChannels": pa.int32(), "data": pa.binary()}
+_NUMERIC_TYPES = (
+    pa.types.is_boolean,
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_decimal,
+    pa.types.is_null,
+)
 _NO_NUMBERS = (str, bytes, date, time, timedelta, np.datetime64, np.timedelta64)
 
 
 class ColumnKind(ABC):
     """A kind of column, by the name that specs and saved models have for it.
 
-    `spark/frame/kinds.py` says which types of Spark become it, and by which expressions.
+    The driver calls `sizes_of` for the first row; ranks call `field` and `digestible`; scoring calls `as_fitted`, after
+    `of_value` or `of_values` where rows come from Python or pandas; input examples call `zeros`. `spark/frame/kinds.py`
+    says which types of Spark become a kind, and by which expressions.
 
     Attributes:
-        numeric: Whether rows are numbers, lists of them, or vectors: a model fitted on one of these scores the others.
+        numeric: Whether rows are numbers, lists of numbers or vectors: a model fitted on one of them scores the others.
     """
 
     numeric: bool = False
 
     def __init_subclass__(cls, *, kind: str) -> None:
-        """Enters a kind in `KINDS`."""
+        """Adds a kind to `KINDS`."""
         KINDS[kind] = cls()
 
     @abstractmethod
     def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
-        """Returns an empty field, which stores a rank's rows and makes arguments of `forward` of them."""
+        """Returns an empty field, which stores a rank's rows and makes arguments of `forward` from them."""
 
     @abstractmethod
     def arrow(self, spec: TensorSpec) -> pa.DataType:
-        """Returns the Arrow type of the rows, which of packed columns are lists."""
+        """Returns the Arrow type of the rows; the rows of packed columns are lists."""
 
     @abstractmethod
     def zeros(self, spec: TensorSpec) -> Any:
-        """Returns two rows as pandas has them, for input examples; of packed columns, those of one."""
+        """Returns two rows as pandas has them, for input examples; for packed columns, two rows of one of them."""
 
-    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        """Returns the lengths and sizes that a value, as Python has it, shows on the levels of its column."""
+    def sizes_of(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        """Returns the length or size on each level of the column that a value, as Python has it, shows."""
         return _lengths(value, len(spec.levels))
 
     def digestible(self, spec: TensorSpec) -> bool:
-        """Whether ranks can compute row digests from the column: its rows are numbers of one shape."""
+        """Whether ranks can compute row digests from the column, because its rows are numbers of one shape."""
         return False
 
     def parts(self, spec: TensorSpec) -> Collection[Collection[str]]:
-        """Returns sets of names: a mapping that is a row has all of one set. There are none if rows are no structs."""
+        """Returns sets of field names: a mapping that is a row has all names of one set. Empty without structs."""
         return ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
-        """Returns a column that a model scores as that of the fit: SQL functions are called with any types."""
+        """Returns a column to score with the type of the column of the fit: SQL functions are called with any types."""
         return column
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
         """Returns a value of Python as an Arrow array of length one, as Spark would send it.
 
-        Timestamps without a time zone are in that of this process, as Spark's rows have them.
+        Timestamps without a time zone are in the zone of this process, as Spark's rows have them.
         """
         return pa.array([value], self.arrow(spec))
 
@@ -84,8 +93,8 @@ class ColumnKind(ABC):
     ) -> pa.Array:
         """Converts a pandas column or NumPy array to Arrow as Spark would send it; refuses values of another shape.
 
-        `name` is the user's, one of several for packed columns. With `nulls`, rows may be missing. Timestamps without a
-        time zone are in `zone`, and `None` is that of this process.
+        `name` is the user's column, one of several for packed columns. With `nulls`, rows may be missing. Timestamps
+        without a time zone are in `zone`; `None` stands for the zone of this process.
         """
         return pa.array(list(values), self.arrow(spec))
 
@@ -111,7 +120,7 @@ class _Numbers(ColumnKind, kind="number"):
         zeros = np.zeros((2, *shape), spec.dtype)
         return zeros.tolist() if shape else zeros
 
-    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+    def sizes_of(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
         if spec.ragged:
             # The first level is that of the rows, whose lengths differ.
             return _lengths(value, 1 + len(spec.levels))[1:]
@@ -125,28 +134,28 @@ class _Numbers(ColumnKind, kind="number"):
         kind = column.type
         while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
             kind = kind.value_type
-        strange = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_temporal(kind)
-        flat = kind == column.type and not pa.types.is_struct(kind) and not pa.types.is_null(kind)
-        if strange or (flat and (spec.levels or spec.ragged)):
+        is_no_number = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_temporal(kind)
+        is_flat = kind == column.type and not pa.types.is_struct(kind) and not pa.types.is_null(kind)
+        if is_no_number or (is_flat and (spec.levels or spec.ragged)):
             raise ColumnError(
                 f"column {spec.column!r} is {column.type}, but the model was fitted on {spec.describe()}",
                 hint="an SQL function takes the input columns of the model, in their order",
                 column=spec.column,
                 code="ST-COLUMN-TYPE",
             )
-        return within_limits(column, spec.dtype)
+        return nulls_for_misfits(column, spec.dtype)
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
-        """Takes vectors as structs of size (`None` if dense), indices and values; a cast is Spark's."""
+        """Converts numbers, lists, and vectors as structs of size (`None` if dense), indices and values."""
         kind = self.arrow(spec)
         if isinstance(value, Mapping) and {"values", *_VECTOR_PARTS} <= set(value):
             parts = {name: pa.array([value[name]], part_type) for name, part_type in _VECTOR_PARTS.items()}
-            parts["values"] = within_limits(pa.array([value["values"]]), spec.dtype).cast(kind, safe=False)
+            parts["values"] = nulls_for_misfits(pa.array([value["values"]]), spec.dtype).cast(kind, safe=False)
             return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
         if spec.sources and not isinstance(value, Sequence):  # The value is of one of several packed columns.
             kind = kind.value_type
-        # Arrow chooses a type, and the cast is that of Spark, also for integers, booleans and decimals.
-        return within_limits(pa.array([value]), spec.dtype).cast(kind, safe=False)
+        # Arrow chooses a type from the value, and the cast does what Spark's cast does.
+        return nulls_for_misfits(pa.array([value]), spec.dtype).cast(kind, safe=False)
 
     def of_values(
         self, values: Any, spec: TensorSpec, name: str, *, nulls: bool, zone: tzinfo | None = timezone.utc
@@ -157,16 +166,19 @@ class _Numbers(ColumnKind, kind="number"):
 
         rows = list(values)
         # A row is null if pandas counts it as missing, or if it contains `None`.
-        missing = np.array([_holds_none(row) or (np.ndim(row) == 0 and bool(pd.isna(row))) for row in rows], bool)
-        if not missing.any():
+        is_null = np.array([_holds_none(row) or (np.ndim(row) == 0 and bool(pd.isna(row))) for row in rows], bool)
+        if not is_null.any():
             return _numbers_of(values, spec, name)
-        present = [row for row, gone in zip(rows, missing, strict=True) if not gone]
-        shape = np.shape(present[0]) if present else spec.shape
+        # Null rows are converted as zeros of the same shape, and made null afterwards.
+        others = [row for row, null in zip(rows, is_null, strict=True) if not null]
+        shape = np.shape(others[0]) if others else spec.shape
         if spec.sources:
             shape = ()
-        blank = np.zeros((0, *spec.levels) if spec.ragged else shape, spec.dtype)
-        filled = pd.Series([blank if gone else row for row, gone in zip(rows, missing, strict=True)], dtype=object)
-        return _numbers_of(filled, spec, name).take(pa.array(np.arange(len(rows)), mask=missing))
+        zeros = np.zeros((0, *spec.levels) if spec.ragged else shape, spec.dtype)
+        without_nulls = pd.Series(
+            [zeros if null else row for row, null in zip(rows, is_null, strict=True)], dtype=object
+        )
+        return _numbers_of(without_nulls, spec, name).take(pa.array(np.arange(len(rows)), mask=is_null))
 
 
 class _Vectors(_Numbers, kind="vector"):
@@ -175,8 +187,9 @@ class _Vectors(_Numbers, kind="vector"):
     def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
         return Vectors(spec, storage)
 
-    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        return (len(value["values"]) if value["size"] is None else value["size"],)
+    def sizes_of(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        size = value["size"]
+        return (len(value["values"]) if size is None else size,)
 
 
 class _Bytes(ColumnKind, kind="binary"):
@@ -192,8 +205,8 @@ class _Bytes(ColumnKind, kind="binary"):
         size = spec.width * np.dtype(spec.dtype).itemsize
         return [black_image(spec) if spec.layout == "image" else bytes(size)] * 2
 
-    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        """Returns of images three channels, height and width."""
+    def sizes_of(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        """Returns the number of values in bytes; for images three channels, height and width."""
         if spec.layout != "image":
             return (len(value) // np.dtype(spec.dtype).itemsize,)
         size = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
@@ -232,7 +245,10 @@ class _Unconverted(ColumnKind, kind="any"):
         return [(field.name,) for field in kind] if pa.types.is_struct(kind) else ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
-        """Converts numbers to the type of the fit; those that it cannot hold become null. Refuses what is no time."""
+        """Converts numbers to the type of the fit; numbers that it cannot hold become null.
+
+        A `ColumnError` refuses columns without times where the model was fitted on times.
+        """
         kind, column_type = self.arrow(spec), column.type
         if has_times(kind) and not fits_times(column_type, kind):
             raise ColumnError(
@@ -241,14 +257,14 @@ class _Unconverted(ColumnKind, kind="any"):
                 column=spec.column,
                 code="ST-COLUMN-TYPE",
             )
-        sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
-        if kind == column_type or spec.sql not in NUMBERS or not any(check(column_type) for check in sorts):
+        is_number = any(is_type(column_type) for is_type in _NUMERIC_TYPES)
+        if kind == column_type or spec.sql not in NUMBERS or not is_number:
             return column
-        return within_limits(column, kind.to_pandas_dtype()).cast(kind, safe=False)
+        return nulls_for_misfits(column, kind.to_pandas_dtype()).cast(kind, safe=False)
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
-        if _is_converted(self.arrow(spec)):
-            return _converted([value], spec, spec.column, None)
+        if _needs_conversion(self.arrow(spec)):
+            return _convert([value], spec, spec.column, None)
         return self.as_fitted(pa.array([value], None if spec.sql in NUMBERS else self.arrow(spec)), spec)
 
     def of_values(
@@ -256,9 +272,9 @@ class _Unconverted(ColumnKind, kind="any"):
     ) -> pa.Array:
         import pandas as pd  # Executors, which may lack pandas, do not come here.
 
-        if _is_converted(self.arrow(spec)):
-            return _converted(values, spec, name, zone)
-        # The scorer converts numbers, also those that the type cannot hold.
+        if _needs_conversion(self.arrow(spec)):
+            return _convert(values, spec, name, zone)
+        # Numbers keep their type: the scorer converts them by `as_fitted`, with nulls for numbers that do not fit.
         kind = None if spec.sql in NUMBERS else arrow_type(spec.sql)
         rows = list(values)
         try:
@@ -275,18 +291,19 @@ class _Unconverted(ColumnKind, kind="any"):
             ) from error
 
 
-def _is_converted(kind: pa.DataType) -> bool:
-    """Whether Arrow does not read values of a type as users have them."""
+def _needs_conversion(kind: pa.DataType) -> bool:
+    """Whether Arrow does not read values of a type in the forms in which users have them."""
     return has_times(kind) or has_structs(kind)
 
 
-def _converted(values: Any, spec: TensorSpec, name: str, zone: tzinfo | None) -> pa.Array:
-    """Returns values of a column that holds times or structs; a `ColumnError` refuses those of another type."""
+def _convert(values: Any, spec: TensorSpec, name: str, zone: tzinfo | None) -> pa.Array:
+    """Converts values of a column that holds times or structs; a `ColumnError` refuses values of another type."""
     kind = arrow_type(spec.sql)
     try:
         return values_as(kind, values, zone)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        what, hint = f"column {name!r} is {spec.sql} in the model: {error}", TIMES_HINT if has_times(kind) else ""
+        what = f"column {name!r} is {spec.sql} in the model: {error}"
+        hint = TIMES_HINT if has_times(kind) else ""
         raise ColumnError(what, hint=hint, column=name, code="ST-COLUMN-TYPE") from error
 
 
@@ -307,6 +324,7 @@ def _lengths(value: Any, depth: int) -> tuple[int, ...]:
 
 
 def _holds_none(row: Any) -> bool:
+    """Whether a row is or holds `None` or pandas' `NA`."""
     import pandas as pd
 
     if isinstance(row, list | tuple) or (isinstance(row, np.ndarray) and row.dtype == object):
@@ -315,16 +333,17 @@ def _holds_none(row: Any) -> bool:
 
 
 def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
+    """Converts rows of numbers, or of lists of numbers, without nulls."""
     try:
         if spec.ragged:
-            rows = [_as(_dense(row), spec) for row in values]
+            rows = [_with_dtype(_dense(row), spec) for row in values]
             elements = np.concatenate(rows or [np.empty((0, *spec.levels), spec.dtype)])
             return as_lists(to_arrow(elements), np.cumsum([0, *map(len, rows)]))
         if not len(values):  # Without rows, there need not be a dtype.
             return to_arrow(np.empty((0, *(() if spec.sources else spec.levels)), spec.dtype))
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
-        numbers = _as(stacked, spec)
+        numbers = _with_dtype(stacked, spec)
     except TypeError as error:
         raise ColumnError(
             f"column {name!r} holds no numbers: {error}",
@@ -336,7 +355,9 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         raise ColumnError(
             f"the rows of column {name!r} have different shapes: {error}", column=name, code="ST-SHAPE"
         ) from error
-    shape, levels = ((), ()) if spec.sources else (spec.shape, spec.levels)
+    # Packed columns come one by one, as numbers.
+    shape = () if spec.sources else spec.shape
+    levels = () if spec.sources else spec.levels
     if stacked.shape[1:] not in (shape, levels):
         raise ColumnError(
             f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}",
@@ -354,8 +375,8 @@ def _dense(row: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _as(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
-    """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold.
+def _with_dtype(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
+    """Returns numbers as `spec.dtype`; for an integer dtype unchanged, because the scorer converts them.
 
     A `TypeError` refuses text and times, which NumPy would convert.
     """
@@ -365,6 +386,6 @@ def _as(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
         for value in values.flat:
             if isinstance(value, _NO_NUMBERS):
                 raise TypeError(f"{value!r} is {type(value).__name__}")
-    # NumPy takes an empty list for floats, as which whole numbers beside it would be rounded.
-    unchanged = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
-    return np.ascontiguousarray(values, dtype=values.dtype if unchanged else spec.dtype)
+    # An empty list becomes an array of floats in NumPy: next to it, the whole numbers of other rows would be rounded.
+    stays = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
+    return np.ascontiguousarray(values, dtype=values.dtype if stays else spec.dtype)

@@ -15,22 +15,22 @@ from sparktorch.base.no_op import no_op
 
 __all__ = ["Steps", "after_uneven", "steps_of", "typed"]
 
-_DAY = 86_400_000_000  # A day has so many microseconds.
-_NO_REST = np.iinfo(np.int64).min
-_ROWS = 1 << 20  # About so many rows, of many groups, are looked at in one go.
+_DAY = 86_400_000_000  # The number of microseconds in a day.
+_NO_REST = np.iinfo(np.int64).min  # The rest of a value that a scale does not have.
+_ROWS = 1 << 20  # About this number of rows, of many groups, is looked at in one go.
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
 class Steps(NamedTuple):
-    """A column as whole numbers on a scale on which its steps are even, but for some.
+    """A column as whole numbers on a scale on which most of its steps are even.
 
     Attributes:
-        counts: The values, int64 of shape `(rows,)`.
+        counts: The values as whole numbers, int64 of shape `(rows,)`.
         step: The usual step between two rows.
-        uneven: Numbers of the rows that are not one step after the one before, int64.
-        values: Returns the values that have some counts, of the column's type.
+        uneven: Numbers of the rows that are not one step after the row before, int64.
+        values: Converts whole numbers back to values of the column's type.
     """
 
     counts: Int64
@@ -39,39 +39,56 @@ class Steps(NamedTuple):
     values: Callable[[Int64], pa.Array]
 
     def after(self, row: int, rows: int) -> pa.Array:
-        """Returns the values of as many rows after a row."""
+        """Returns the values of the `rows` rows that follow a row."""
         return self.values(self.counts[row] + self.step * np.arange(1, rows + 1))
 
 
 class _Scale(NamedTuple):
-    """Values as whole numbers, and what these leave out.
+    """Values as whole numbers, such as months, and a rest for each value, such as the time since the month began.
 
     Attributes:
-        counts: The whole numbers.
-        least: What divides an even step.
-        values: Returns the values that have a rest and some counts.
-        rest: What counts leave out of each value: one number in a series with even steps, and not `_NO_REST`.
+        counts: The whole number of each value.
+        divisor: An even step is a multiple of it.
+        values: Converts a rest and whole numbers back to values.
+        rest: The rest of each value, `_NO_REST` for a value that is not on the scale. All values of a series with even
+            steps have the same rest.
     """
 
     counts: Int64
-    least: int
+    divisor: int
     values: Callable[[int, Int64], pa.Array]
     rest: Int64
 
-    def measured(self, rows: _Rows) -> tuple[Int64, Mask, Mask]:
-        """Returns each group's usual step, which rows are no such step after the one before, and which groups fit.
-
-        A group fits a scale that leaves the same out of all its values.
-        """
-        fits, uneven = np.ones(len(rows.firsts), np.bool_), np.zeros(len(self.counts), np.bool_)
-        fits[rows.group[(self.rest == _NO_REST) | (self.rest != self.rest[rows.firsts][rows.group])]] = False
+    def measure(self, rows: _Rows) -> _Measure:
+        """Returns the steps of each group on this scale."""
+        uneven = np.zeros(len(self.counts), np.bool_)
+        # A group fits a scale on which all its values have the same rest.
+        fits = np.ones(len(rows.firsts), np.bool_)
+        rest_of_first = self.rest[rows.firsts][rows.group]
+        fits[rows.group[(self.rest == _NO_REST) | (self.rest != rest_of_first)]] = False
         if not fits.any():
-            return np.zeros_like(rows.firsts), uneven, fits
-        steps, group = np.diff(self.counts)[rows.follows], rows.group[1:][rows.follows]
+            return _Measure(np.zeros_like(rows.firsts), uneven, fits)
+        steps = np.diff(self.counts)[rows.follows]
+        group = rows.group[1:][rows.follows]
+        # Each group has one step less than it has rows, so the first step of group `i` is at `firsts[i] - i`.
         usual = _most_frequent(steps, group, rows.firsts - np.arange(len(rows.firsts)))
-        irregular = (usual <= 0) | (usual % self.least != 0)
-        uneven[1:][rows.follows] = irregular[group] | (steps != usual[group])
-        return usual, uneven, fits
+        has_no_even_step = (usual <= 0) | (usual % self.divisor != 0)
+        uneven[1:][rows.follows] = has_no_even_step[group] | (steps != usual[group])
+        return _Measure(usual, uneven, fits)
+
+
+class _Measure(NamedTuple):
+    """The steps of groups on a scale.
+
+    Attributes:
+        usual: The usual step of each group.
+        uneven: Whether each row is not the usual step after the row before it in its group.
+        fits: Whether the values of each group are on the scale.
+    """
+
+    usual: Int64
+    uneven: Mask
+    fits: Mask
 
 
 class _Rows:
@@ -80,7 +97,7 @@ class _Rows:
     Attributes:
         firsts: The number of each group's first row.
         group: The number of each row's group.
-        follows: Whether each row but the first follows one of its group.
+        follows: Whether each row, from the second on, is in the group of the row before.
     """
 
     def __init__(self, sizes: Int64) -> None:
@@ -91,32 +108,37 @@ class _Rows:
 
 
 def _most_frequent(values: Int64, group: Int64, firsts: Int64) -> Int64:
-    """Returns the most frequent value of each group, the smallest of several; groups begin at `firsts`."""
+    """Returns the most frequent value of each group, the smallest if there are several; groups begin at `firsts`."""
     first = values[firsts]
     if (values == first[group]).all():
         return first
     order = np.lexsort((values, group))
-    values, group = values[order], group[order]
+    values = values[order]
+    group = group[order]
+    # Now equal values of a group are adjacent; `begins` is where each value begins.
     begins = np.flatnonzero(np.append(True, (values[1:] != values[:-1]) | (group[1:] != group[:-1])))
     times = np.diff(np.append(begins, len(values)))
-    values, group = values[begins], group[begins]
-    best = np.lexsort((values, -times, group))
-    most_frequent: Int64 = values[best[np.flatnonzero(np.append(True, np.diff(group[best]) > 0))]]
+    values = values[begins]
+    group = group[begins]
+    # In this order, the first value of each group is its most frequent one.
+    best_first = np.lexsort((values, -times, group))
+    first_of_groups = np.flatnonzero(np.append(True, np.diff(group[best_first]) > 0))
+    most_frequent: Int64 = values[best_first[first_of_groups]]
     return most_frequent
 
 
-def _bent(counts: Int64, firsts: Int64) -> Int64:
-    """Returns the groups, by the numbers of their first rows, in which steps differ."""
+def _groups_with_bends(counts: Int64, firsts: Int64) -> Int64:
+    """Returns the numbers of the groups in which steps differ; groups begin at `firsts`."""
     steps = np.diff(counts)
-    # The step after such a row is another one than the step before it.
+    # A bend is a row after which the step differs from the step before it.
     bends = np.flatnonzero(steps[1:] != steps[:-1]) + 1
-    # It counts only if both steps are of one group.
+    # It counts only if both steps are within one group.
     group_before = np.searchsorted(firsts, bends - 1, side="right") - 1
     group_after = np.searchsorted(firsts, bends + 1, side="right") - 1
     return np.unique(group_before[group_before == group_after])
 
 
-def _in_order(column: pa.Array) -> Int64:
+def _as_integers(column: pa.Array) -> Int64:
     """Returns a column of integers, dates or timestamps as int64, in days or microseconds."""
     kind = column.type
     if pa.types.is_timestamp(kind):
@@ -133,40 +155,44 @@ def steps_of(column: pa.Array) -> Steps:
     calendar if they have a time zone, or by months. Months are counted from one of their first 28 days, or from their
     last. The column has two values at least.
     """
-    rows, candidates = _Rows(np.array([len(column)])), []
+    rows = _Rows(np.array([len(column)]))
+    candidates = []
     for scale in _scales(column, rows):
-        usual, uneven, fits = scale.measured(rows)
-        if fits[0]:
+        measure = scale.measure(rows)
+        if measure.fits[0]:
             values = partial(scale.values, int(scale.rest[0]))
-            candidates.append(Steps(scale.counts, int(usual[0]), np.flatnonzero(uneven), values))
-    # Of several scales with the fewest uneven steps, the first is that of the longest steps.
+            candidates.append(Steps(scale.counts, int(measure.usual[0]), np.flatnonzero(measure.uneven), values))
+    # If several scales have the fewest uneven steps, `min` takes the first, which has the longest steps.
     return min(candidates, key=lambda steps: len(steps.uneven))
 
 
 def after_uneven(order: Int64, firsts: Int64, kind: tuple[str, str], moved: Callable[[], object] = no_op) -> Int64:
-    """Returns the numbers of the rows that do not follow the one before in their group by an even step.
+    """Returns the numbers of the rows that do not follow the row before in their group by an even step.
 
     Args:
-        order: The order of the rows as int64, ascending in each group: integers, days or microseconds.
+        order: The order of the rows, ascending in each group: integers, days or microseconds, int64.
         firsts: The number of the first row of each group.
         kind: SQL type and time zone of the order.
-        moved: It is called for each million of rows, which count as progress.
+        moved: It is called after each million of rows, to report progress.
     """
-    bent, ends = _bent(order, firsts), np.append(firsts[1:], len(order))
-    uneven_rows = [np.empty(0, np.int64)]
-    parts = 1 + int((ends - firsts)[bent].sum()) // _ROWS
-    if not len(bent):
+    # In all other groups, all steps are the same.
+    groups = _groups_with_bends(order, firsts)
+    if not len(groups):
         return np.empty(0, np.int64)
-    for groups_at_once in np.array_split(bent, parts):
-        rows = _Rows((ends - firsts)[groups_at_once])
+    sizes = np.append(firsts[1:], len(order)) - firsts
+    uneven_rows = []
+    for groups_at_once in np.array_split(groups, 1 + int(sizes[groups].sum()) // _ROWS):
+        rows = _Rows(sizes[groups_at_once])
+        # The number of each of these rows among all rows.
         numbers = (firsts[groups_at_once] - rows.firsts)[rows.group] + np.arange(len(rows.group))
-        uneven, fewest = np.zeros(len(numbers), np.bool_), np.full(len(groups_at_once), np.iinfo(np.int64).max)
+        uneven = np.zeros(len(numbers), np.bool_)
+        fewest = np.full(len(groups_at_once), np.iinfo(np.int64).max)
         for scale in _scales(typed(order[numbers], kind), rows):
-            _, uneven_on_scale, fits = scale.measured(rows)
-            count = np.add.reduceat(uneven_on_scale, rows.firsts, dtype=np.int64)
-            better = fits & (count < fewest)  # The first of several scales wins.
+            measure = scale.measure(rows)
+            count = np.add.reduceat(measure.uneven, rows.firsts, dtype=np.int64)
+            better = measure.fits & (count < fewest)  # The first of several scales wins.
             fewest = np.where(better, count, fewest)
-            uneven = np.where(better[rows.group], uneven_on_scale, uneven)
+            uneven = np.where(better[rows.group], measure.uneven, uneven)
         uneven_rows.append(numbers[uneven])
         moved()
     return np.concatenate(uneven_rows)
@@ -183,77 +209,86 @@ def typed(order: Int64, kind: tuple[str, str]) -> pa.Array:
 
 
 def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
-    """Yields the values of groups on the scales of their type; those of longer steps come first."""
+    """Yields the values of groups on each scale for their type; scales with longer steps come first."""
     kind = column.type
-    no_rests = np.zeros(len(column), np.int64)
+    no_rest = np.zeros(len(column), np.int64)
     if pa.types.is_integer(kind):
 
         def integers(rest: int, counts: Int64) -> pa.Array:
             return pa.array(counts).cast(kind)
 
-        yield _Scale(_in_order(column), 1, integers, no_rests)
+        yield _Scale(_as_integers(column), 1, integers, no_rest)
         return
     if pa.types.is_date(kind):
-        instants = _in_order(column) * _DAY
+        instants = _as_integers(column) * _DAY
 
         def dates(rest: int, counts: Int64) -> pa.Array:
             return pa.array(((counts + rest) // _DAY).astype(np.int32)).cast(pa.date32()).cast(kind)
 
         yield from _months(instants, dates)
-        yield _Scale(instants, _DAY, dates, no_rests)
+        yield _Scale(instants, _DAY, dates, no_rest)
         return
 
-    def moments(rest: int, counts: Int64) -> pa.Array:
+    def timestamps(rest: int, counts: Int64) -> pa.Array:
         return pa.array(counts + rest).cast(pa.timestamp("us", kind.tz)).cast(kind)
 
-    def local(rest: int, counts: Int64) -> pa.Array:
+    def local_timestamps(rest: int, counts: Int64) -> pa.Array:
         if kind.tz is None:
-            return moments(rest, counts)
-        return pa.array(_instants(counts + rest, kind.tz)[0]).cast(pa.timestamp("us", kind.tz)).cast(kind)
+            return timestamps(rest, counts)
+        instants, _ = _instants(counts + rest, kind.tz)
+        return pa.array(instants).cast(pa.timestamp("us", kind.tz)).cast(kind)
 
-    instants = _in_order(column)
-    wall = instants if kind.tz is None else _clock(column, rows)
-    yield from _months(wall, local)
-    yield _Scale(wall, _DAY, local, no_rests)
-    yield _Scale(instants, 1, moments, no_rests)
+    instants = _as_integers(column)
+    local_times = instants if kind.tz is None else _local_times(column, rows)
+    yield from _months(local_times, local_timestamps)
+    yield _Scale(local_times, _DAY, local_timestamps, no_rest)
+    yield _Scale(instants, 1, timestamps, no_rest)
 
 
-def _instants(wall: Int64, zone: str) -> tuple[Int64, Int64]:
-    """Returns the instants of local times, with those that clocks skip moved as Spark does, and as pandas may do.
+def _instants(local_times: Int64, zone: str) -> tuple[Int64, Int64]:
+    """Returns the instants of local times, as Spark reads them, and as pandas may read them.
 
-    Where clocks go from two to three, 02:30 is 03:30 to Spark, and 03:00 to `nonexistent="shift_forward"` of pandas.
+    They differ for times that clocks skip. Where clocks go from two to three, 02:30 is 03:30 to Spark, and 03:00 to
+    `nonexistent="shift_forward"` of pandas.
     """
-    times = pa.array(wall).cast(pa.timestamp("us"))
-    ends, begins = (
-        _in_order(pc.assume_timezone(times, zone, ambiguous="earliest", nonexistent=side))
-        for side in ("earliest", "latest")
-    )
-    offset = _in_order(pc.local_timestamp(pa.array(ends).cast(pa.timestamp("us", zone)))) - ends
-    return np.where(ends == begins, begins, wall - offset), begins
+    times = pa.array(local_times).cast(pa.timestamp("us"))
+    # For a skipped time, these are the last instant before clocks change, and the first one after it.
+    before = _as_integers(pc.assume_timezone(times, zone, ambiguous="earliest", nonexistent="earliest"))
+    after = _as_integers(pc.assume_timezone(times, zone, ambiguous="earliest", nonexistent="latest"))
+    offset = _as_integers(pc.local_timestamp(pa.array(before).cast(pa.timestamp("us", zone)))) - before
+    return np.where(before == after, after, local_times - offset), after
 
 
-def _clock(column: pa.Array, rows: _Rows) -> Int64:
-    """Returns the local times of groups; one that clocks skip, such as a midnight, is that of a group's other days."""
-    wall = _in_order(pc.local_timestamp(column))
-    times = wall % _DAY
-    if (times == times[rows.firsts][rows.group]).all():
-        return wall
-    usual = wall - times + _most_frequent(times, rows.group, rows.firsts)[rows.group]
-    moved, begins = _instants(usual, column.type.tz)
-    instants = _in_order(column)
-    return np.where((moved == instants) | (begins == instants), usual, wall)
+def _local_times(column: pa.Array, rows: _Rows) -> Int64:
+    """Returns the local times of groups, with the usual time of day of a group where clocks skip it.
+
+    So a daily series at midnight is even where a day begins at one, because its clocks skip midnight.
+    """
+    local_times = _as_integers(pc.local_timestamp(column))
+    time_of_day = local_times % _DAY
+    if (time_of_day == time_of_day[rows.firsts][rows.group]).all():
+        return local_times
+    usual_time_of_day = _most_frequent(time_of_day, rows.group, rows.firsts)[rows.group]
+    usual = local_times - time_of_day + usual_time_of_day
+    # If the usual time of the day, which clocks may skip, is the same instant, it stands for the local time.
+    spark_instants, pandas_instants = _instants(usual, column.type.tz)
+    instants = _as_integers(column)
+    return np.where((spark_instants == instants) | (pandas_instants == instants), usual, local_times)
 
 
 def _months(instants: Int64, values: Callable[[int, Int64], pa.Array]) -> Iterator[_Scale]:
-    """Yields the scales of months, of which the rest is the time since the first, or before the end of the last day."""
+    """Yields two scales of months, because a monthly series counts from the beginning of a month or from its end.
+
+    The rest is the time since the month began, within its first 28 days, or the time until it ends, within its last
+    day.
+    """
     times = instants.view("datetime64[us]")
     months = times.astype("datetime64[M]")
-    # Rows of a monthly series are at one time of the first 28 days, or at one time of the last day of a month.
-    for later, least, most in ((0, 0, 28 * _DAY), (1, -_DAY, 0)):
-        ahead = np.timedelta64(later, "M")
+    for months_ahead, least, most in ((0, 0, 28 * _DAY), (1, -_DAY, 0)):
+        ahead = np.timedelta64(months_ahead, "M")
         rest = (times - (months + ahead).astype("datetime64[us]")).view(np.int64)
 
-        def back(rest: int, counts: Int64, ahead: np.timedelta64 = ahead) -> pa.Array:
+        def month_times(rest: int, counts: Int64, ahead: np.timedelta64 = ahead) -> pa.Array:
             return values(rest, (counts.view("datetime64[M]") + ahead).astype("datetime64[us]").view(np.int64))
 
-        yield _Scale(months.view(np.int64), 1, back, np.where((least <= rest) & (rest < most), rest, _NO_REST))
+        yield _Scale(months.view(np.int64), 1, month_times, np.where((least <= rest) & (rest < most), rest, _NO_REST))

@@ -33,14 +33,14 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.integer[Any]]
 
-_CHUNK_ROWS = 1 << 15  # So many rows are ordered at a time: intermediate arrays stay in a core's cache.
+_CHUNK_ROWS = 1 << 15  # Ordering this number of rows at a time keeps intermediate arrays in a core's cache.
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def mix(value: UInt64) -> UInt64:
-    """The splitmix64 finaliser, a bijection on 64-bit words.
+    """Returns each word mixed by the splitmix64 finaliser, a bijection on 64-bit words.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
@@ -55,7 +55,7 @@ def mix_positions(base: np.uint64, position: npt.NDArray[np.integer[Any]]) -> UI
 
 
 def mix_words(*words: int | Int64) -> UInt64:
-    """Hashes integers to one 64-bit word, uint64 of shape `(1,)`; with arrays of equal shape, one per element."""
+    """Hashes integers to one 64-bit word, uint64 of shape `(1,)`; with arrays of equal shape, to a word per element."""
     state = np.zeros(1, np.uint64)
     for word in words:
         if isinstance(word, int):
@@ -91,23 +91,25 @@ def argsort(keys: UInt64) -> Int64:
 
 def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
     """Returns the stable order that sorts `steps`, and where each of `count` steps ends in it, int64 `(count,)`."""
-    # Parts are sorted one by one; the indices of a part go behind those that the parts before have in each step.
+    # Parts are sorted one by one. Within each step, the indices of a part go behind the indices of the parts before.
     size = max(_CHUNK_ROWS, count)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     ends = np.cumsum(sum((np.bincount(part, minlength=count) for part in parts), np.zeros(count, np.int64)))
-    following = np.concatenate([[0], ends[:-1]])  # The next index of each step goes there.
+    next_of_step = np.concatenate([[0], ends[:-1]])  # Where the next index of each step goes.
     order = np.empty_like(steps)
     for number, part in enumerate(parts):
         # NumPy sorts integers of 16 bits by radix, which is faster.
         part_order = np.argsort(part.astype(np.uint16) if count <= 1 << 16 else part, kind="stable")
         rows = np.bincount(part, minlength=count)
-        order[np.arange(len(part)) + np.repeat(following - np.cumsum(rows) + rows, rows)] = part_order + number * size
-        following += rows
+        first_in_part = np.cumsum(rows) - rows
+        targets = np.arange(len(part)) + np.repeat(next_of_step - first_in_part, rows)
+        order[targets] = part_order + number * size
+        next_of_step += rows
     return order, ends
 
 
 def rank_of_key(key: Int64, world_size: int) -> Int64:
-    """Returns the rank that holds each row: the space of int64 keys, read as unsigned, cut into equal parts.
+    """Returns the rank that holds each row: the space of int64 keys, read as unsigned, is cut into equal parts.
 
     Spark evaluates the same expression when it repartitions the rows.
     """
@@ -117,7 +119,7 @@ def rank_of_key(key: Int64, world_size: int) -> Int64:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """The order of training, a pure function of four numbers and a flag.
+    """The order of training, as a pure function of the attributes.
 
     Attributes:
         rows: Number of training rows over all ranks, `n`.
@@ -136,7 +138,7 @@ class SamplingPlan:
 
     @property
     def steps(self) -> int:
-        """Number of steps in an epoch, the last one possibly smaller."""
+        """Number of steps in an epoch; the last step may have fewer rows."""
         return -(-self.rows // self.batch_size)
 
     @property
@@ -145,7 +147,7 @@ class SamplingPlan:
         return np.dtype(np.int32 if self.rows < 1 << 31 else np.int64)
 
     def steps_of(self, lo: int, hi: int, epoch: int) -> Numbers:
-        """Returns the step at which each of the positions `[lo, hi)` is trained in that epoch, int32 if that suffices.
+        """Returns the step at which each of the positions `[lo, hi)` is trained in an epoch, int32 if that suffices.
 
         The result depends only on the plan and the arguments: a rank computes its own part, strata shared with its
         neighbours included, without communication.
@@ -153,11 +155,12 @@ class SamplingPlan:
         if lo >= hi:
             return np.empty(0, self._dtype)
         if not self.shuffle:
-            straight: Numbers = np.arange(lo, hi, dtype=self._dtype)
-            return straight // min(self.batch_size, self.rows)
+            positions: Numbers = np.arange(lo, hi, dtype=self._dtype)
+            return positions // min(self.batch_size, self.rows)
         if self.block > 1:
             return RankOrder(self, lo, hi, epoch).steps()
-        return np.concatenate([self._steps_of_turned(a, b, epoch) for a, b in self._turned(lo, hi, epoch)])
+        shifted = self._shift(lo, hi, epoch)
+        return np.concatenate([self._steps_of_shifted(first, last, epoch) for first, last in shifted])
 
     @property
     def _stratum_bits(self) -> np.uint64:
@@ -165,32 +168,42 @@ class SamplingPlan:
         return np.uint64(max(1, (min(self.batch_size, self.rows) - 1).bit_length()))
 
     def _offset(self, epoch: int) -> int:
-        """The cyclic shift of the strata in an epoch; without it, rows of one stratum would never share a batch."""
+        """Returns by how many positions an epoch shifts the strata cyclically.
+
+        Without the shift, rows of one stratum would never share a batch.
+        """
         return mix_scalar(self.seed, epoch, 1) % self.rows
 
-    def _turned(self, lo: int, hi: int, epoch: int) -> list[tuple[int, int]]:
+    def _shift(self, lo: int, hi: int, epoch: int) -> list[tuple[int, int]]:
         """Returns the positions `[lo, hi)`, shifted cyclically by the epoch's offset: one interval, or two."""
         n = self.rows
         start, stop = lo + self._offset(epoch), hi + self._offset(epoch)
         pieces = ((min(start, n), min(stop, n)), (max(start, n) - n, max(stop, n) - n))
         return [(first, last) for first, last in pieces if first < last]
 
-    def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Numbers:
+    def _steps_of_shifted(self, lo: int, hi: int, epoch: int) -> Numbers:
         """Returns `steps_of` for positions that are shifted by the epoch's offset already, `0 <= lo < hi <= rows`."""
-        n, strata = self.rows, min(self.batch_size, self.rows)
-        base, bits = np.uint64(mix_scalar(self.seed, epoch, 0)), self._stratum_bits
-        first, last = lo * strata // n, (hi - 1) * strata // n + 1
+        n = self.rows
+        strata = min(self.batch_size, n)
+        base = np.uint64(mix_scalar(self.seed, epoch, 0))
+        bits = self._stratum_bits
+        first_stratum = lo * strata // n
+        end_stratum = (hi - 1) * strata // n + 1
         steps = np.empty(hi - lo, self._dtype)
         strata_at_once = max(1, _CHUNK_ROWS * strata // n)
-        for number in range(first, last, strata_at_once):
-            edges = -(-(np.arange(number, min(number + strata_at_once, last) + 1, dtype=np.int64) * n) // strata)
-            begin, end, sizes = int(edges[0]), int(edges[-1]), np.diff(edges)
-            # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
+        for stratum in range(first_stratum, end_stratum, strata_at_once):
+            numbers = np.arange(stratum, min(stratum + strata_at_once, end_stratum) + 1, dtype=np.int64)
+            edges = -(-(numbers * n) // strata)
+            begin = int(edges[0])
+            end = int(edges[-1])
+            sizes = np.diff(edges)
+            # One sort orders by stratum and draw: the stratum is in the top bits, the draw in the other bits. Ties keep
             # the order of their positions, so that every rank breaks them alike.
             draw = mix_positions(base, np.arange(begin, end, dtype=np.int64)) >> bits
             draw |= np.repeat(np.arange(len(sizes), dtype=np.uint64) << (np.uint64(64) - bits), sizes)
             step = np.empty(end - begin, self._dtype)
             step[argsort(draw)] = np.arange(end - begin) - np.repeat(edges[:-1] - begin, sizes)
+            # The strata at both ends may go on beyond the positions that were asked for.
             steps[max(begin - lo, 0) : end - lo] = step[max(lo - begin, 0) : hi - begin]
         return steps
 
@@ -198,45 +211,53 @@ class SamplingPlan:
 class RankOrder:
     """The order of one rank's rows in one epoch, in windows of `plan.block` steps.
 
-    A window reads one block of each stratum. Only the order of the blocks is kept in memory, 4 bytes for each;
-    the rows of a window are ordered on request.
+    A window reads one block of each stratum. Only the order of the blocks is kept in memory, in 4 bytes for each
+    block; the rows of a window are ordered on request.
+
+    Attributes:
+        epoch: The epoch.
+        windows: Number of windows.
     """
 
     def __init__(self, plan: SamplingPlan, lo: int, hi: int, epoch: int) -> None:
         """Orders the blocks of the positions `[lo, hi)`."""
-        self._plan, self._lo, self._hi, self.epoch = plan, lo, hi, epoch
+        self._plan = plan
+        self._lo = lo
+        self._hi = hi
+        self.epoch = epoch
         self.windows = -(-plan.steps // plan.block)
         if not plan.shuffle or lo >= hi:
             return
-        n, strata = plan.rows, min(plan.batch_size, plan.rows)
+        n = plan.rows
+        strata = min(plan.batch_size, n)
         self._offset = plan._offset(epoch)
         self._base = np.uint64(mix_scalar(plan.seed, epoch, 2))
-        stratum, first, last = [], [], []
-        for a, b in plan._turned(lo, hi, epoch):
-            touched = np.arange(a * strata // n, (b - 1) * strata // n + 1, dtype=np.int64)
-            stratum.append(touched)
-            first.append(np.full(len(touched), a))
-            last.append(np.full(len(touched), b))
-        numbers = np.concatenate(stratum)
+        numbers_of_parts, first_of_parts, last_of_parts = [], [], []
+        for first, last in plan._shift(lo, hi, epoch):
+            touched = np.arange(first * strata // n, (last - 1) * strata // n + 1, dtype=np.int64)
+            numbers_of_parts.append(touched)
+            first_of_parts.append(np.full(len(touched), first))
+            last_of_parts.append(np.full(len(touched), last))
+        numbers = np.concatenate(numbers_of_parts)
         self._start = -(-numbers * n // strata)
         self._end = -(-(numbers + 1) * n // strata)
-        # A rank orders whole strata, and keeps its part of one that it shares with its neighbours.
-        self._first = np.maximum(self._start, np.concatenate(first))
-        self._last = np.minimum(self._end, np.concatenate(last))
+        # A rank orders whole strata, and keeps its part of a stratum that it shares with its neighbours.
+        self._first = np.maximum(self._start, np.concatenate(first_of_parts))
+        self._last = np.minimum(self._end, np.concatenate(last_of_parts))
         self._blocks = self._order_blocks(np.uint64(mix_scalar(plan.seed, epoch, 0)))
 
     def _order_blocks(self, base: np.uint64) -> npt.NDArray[np.int32]:
-        """Returns the blocks of each stratum in order, int32 block numbers of shape `(strata, most blocks)`.
+        """Returns the order of the blocks of each stratum, int32 block numbers of shape `(strata, most blocks)`.
 
         A block cut off by the end of its stratum comes last, so that all strata finish a block at the
         same step.
         """
         block = self._plan.block
-        full_blocks = (self._end - self._start) // block
-        number = np.arange(int(full_blocks.max()), dtype=np.int64)
+        whole = (self._end - self._start) // block
+        number = np.arange(int(whole.max()), dtype=np.int64)
         position = self._start[:, None] + number * block
         draw = mix_positions(base, position) >> self._plan._stratum_bits
-        draw[number >= full_blocks[:, None]] = _MASK
+        draw[number >= whole[:, None]] = _MASK
         return np.argsort(draw, axis=1, kind="stable").astype(np.int32)
 
     def window(self, number: int) -> tuple[Int64, Int64]:
@@ -249,26 +270,29 @@ class RankOrder:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         if not plan.shuffle:
             size = block * plan.batch_size
-            straight = np.arange(max(self._lo, number * size), min(self._hi, (number + 1) * size), dtype=np.int64)
-            return straight, straight // plan.batch_size
+            positions = np.arange(max(self._lo, number * size), min(self._hi, (number + 1) * size), dtype=np.int64)
+            return positions, positions // plan.batch_size
         return self._ordered(number, slice(None))
 
     def _ordered(self, number: int, strata: slice | npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-        """Returns what `window` does, for some strata only."""
-        block, start, end = self._plan.block, self._start[strata], self._end[strata]
-        full_blocks = (end - start) // block
-        block_index = full_blocks
+        """Returns the same as `window`, for some strata only."""
+        block = self._plan.block
+        start = self._start[strata]
+        end = self._end[strata]
+        # A stratum has this number of whole blocks, and then perhaps a block that its end cuts off.
+        whole = (end - start) // block
+        block_numbers = whole
         if number < self._blocks.shape[1]:
-            block_index = np.where(number < full_blocks, self._blocks[strata, number], full_blocks)
-        position = (start + block_index * block)[:, None] + np.arange(block, dtype=np.int64)
-        exists = (position < end[:, None]) & (number <= full_blocks)[:, None]
+            block_numbers = np.where(number < whole, self._blocks[strata, number], whole)
+        position = (start + block_numbers * block)[:, None] + np.arange(block, dtype=np.int64)
+        exists = (position < end[:, None]) & (number <= whole)[:, None]
         draw = mix_positions(self._base, position)
-        draw[~exists] = _MASK  # These are sorted last; ties keep the order of their positions.
+        draw[~exists] = _MASK  # Positions that do not exist are sorted last; ties keep the order of their positions.
         step = np.empty_like(position)
         np.put_along_axis(step, np.argsort(draw, axis=1, kind="stable"), np.arange(block)[None, :], axis=1)
         in_rank = exists & (position >= self._first[strata][:, None]) & (position < self._last[strata][:, None])
-        turned = position[in_rank] - self._offset
-        return np.where(turned < 0, turned + self._plan.rows, turned), step[in_rank] + number * block
+        unshifted = position[in_rank] - self._offset
+        return np.where(unshifted < 0, unshifted + self._plan.rows, unshifted), step[in_rank] + number * block
 
     def steps(self) -> Numbers:
         """Returns the step of each of the rank's positions, of shape `(hi - lo,)`."""
@@ -288,7 +312,7 @@ class RankOrder:
             return np.diff(ends)
         shared = (self._first > self._start) | (self._last < self._end)
         sizes = np.bincount((self._end - self._start)[~shared], minlength=plan.steps + 1)
-        # Each step has a row of every stratum that is longer than the number of the step.
+        # A step has one row of each stratum that has more rows than the number of the step.
         rows = sizes[::-1].cumsum()[::-1][1:].astype(np.int64)
         if shared.any():
             for number in range(self.windows):

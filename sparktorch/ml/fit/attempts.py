@@ -54,7 +54,7 @@ def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame
         job = replace(job, columns=replace(job.columns, validation="fold"), max_imbalance=None)
         parts = split_into_folds(data, ranks, in_order=in_order)
     elif request.split == "keep":
-        job = replace(job, by_key=False, max_imbalance=None)
+        job = replace(job, order_by_key=False, max_imbalance=None)
         parts = keep(data, ranks)
         with suppress(ChainError):
             return start(parts, job)
@@ -66,8 +66,8 @@ def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame
         parts = split(data, ranks, in_order=in_order)
     results = start(parts, job)
     if results[0][0].get("imbalanced"):
-        parts = split(data, ranks, by_place=True, in_order=in_order)
-        results = start(parts, replace(job, by_place=True, max_imbalance=None))
+        parts = split(data, ranks, by_position=True, in_order=in_order)
+        results = start(parts, replace(job, by_position=True, max_imbalance=None))
     return results
 
 

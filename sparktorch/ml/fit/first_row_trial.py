@@ -115,7 +115,7 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     """
     screen = RowFilter(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
-    screen.close(sample=True)
+    screen.raise_for_unfit_rows(only_first_row=True)
     preprocess = frame.columns.preprocess
     columns = [
         _twice(kind_of(spec).field(spec, RowStorage()), frame.sample.column(spec.name)) for spec in frame.columns.inputs

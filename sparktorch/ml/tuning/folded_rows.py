@@ -146,7 +146,7 @@ class FoldedRows(PreparedData):
         elif not all(sizes[fold] for fold in range(self._folds)):
             # Spark refuses empty folds of the user's, with its own message.
             why = "a fold is empty"
-        elif read_with.by_place or any(fact["uneven_folds"] for fact in facts):
+        elif read_with.by_position or any(fact["uneven_folds"] for fact in facts):
             why = "equal rows are split by their position"
         elif self._without is not None:  # In a fit on all rows, folds do not matter.
             self._contents.add(content)

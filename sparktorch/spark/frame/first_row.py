@@ -105,7 +105,7 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     value = sample.column(spec.name)[0].as_py()
     if spec.resize:
         return spec
-    lengths = () if value is None else kind_of(spec).measured(value, spec)
+    lengths = () if value is None else kind_of(spec).sizes_of(value, spec)
     if spec.layout == "image" and lengths:
         return replace(spec, shape=lengths)
     if value is None or len(lengths) < len(spec.levels) or 0 in lengths:

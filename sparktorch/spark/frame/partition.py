@@ -19,15 +19,15 @@ _COPY = "copy"
 _NUMBER = "number"
 
 
-def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool = False) -> DataFrame:
+def split(data: DataFrame, parts: int, *, by_position: bool = False, in_order: bool = False) -> DataFrame:
     """Repartitions encoded rows with their keys so that partition r holds the r-th part of the key space.
 
-    Rows in groups are split by their group, whose hash is the key. `by_place` mixes each row's position in the source
-    into its key first, for data with many equal rows, which have equal keys. The split then depends on the partitioning
-    of the source. `in_order` sorts the rows of each partition by key, validation rows last; rows in groups by group,
-    and by their order in it.
+    Rows in groups are split by their group, whose hash is the key. `by_position` mixes each row's position in the
+    source into its key first, for data with many equal rows, which have equal keys. The split then depends on the
+    partitioning of the source. `in_order` sorts the rows of each partition by key, validation rows last; rows in
+    groups by group, and by their order in it.
     """
-    if by_place:
+    if by_position:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
     parted = repartition_by_id(data, parts, _part(data, parts))
     return _sort(parted) if in_order else parted

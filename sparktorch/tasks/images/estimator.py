@@ -18,7 +18,7 @@ from sparktorch.tasks.shared.settings import TaskSettings
 
 __all__ = ["IMAGES", "NEW_IMAGES", "ImageClassificationModel", "ImageClassifier"]
 
-_UNKNOWN_SIZE = (32, 32)  # This is the size of images before the first are looked at.
+_UNKNOWN_SIZE = (32, 32)  # This stands for the size of images until the first images have been read.
 IMAGES = TaskSettings(
     learning_rate=2e-4,
     usual_rate=2e-4,
@@ -47,7 +47,7 @@ NEW_IMAGES = replace(
 
 
 class ImageClassificationModel(FolderModel, ImageClassificationModelParams):
-    """A classifier fitted by `ImageClassifier`: `imageCol` in, what `TorchClassificationModel` adds out."""
+    """A classifier fitted by `ImageClassifier`. It reads `imageCol` and adds what `TorchClassificationModel` adds."""
 
     _estimator = "sparktorch.tasks.images.estimator:ImageClassifier"
 
@@ -56,9 +56,9 @@ class ImageClassifier(FolderClassifier, ImageClassifierParams):
     """Trains a classifier of image files.
 
     It goes on from a local folder with a model and an image processor of Hugging Face's, which is at the same path on
-    the driver and in each rank. A model without a head for classes, or with one for fewer than the labels have, gets a
-    new one. Without `modelFolder`, it trains a small residual network from random weights, and resizes images to
-    `inputShapes`, by default to the usual size of the first ones, and at most 128 pixels a side.
+    the driver and in each rank. A model without a head for classes, or with a head for fewer classes than the labels
+    have, gets a new head. Without `modelFolder`, it trains a small residual network from random weights. It then
+    resizes images to `inputShapes`, by default to the usual size of the first images, with at most 128 pixels a side.
 
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
@@ -76,6 +76,7 @@ class ImageClassifier(FolderClassifier, ImageClassifierParams):
         return super()._learns or not (self.isDefined("modelFolder") or self.isSet("inputShapes"))
 
     def _learn(self, dataset: DataFrame) -> LearnedOfLabels:
+        """Learns rows and classes, and the usual size of images if nothing else says a size."""
         learned = super()._learn(dataset)
         if self.isDefined("modelFolder") or self.isSet("inputShapes"):
             return learned
@@ -95,15 +96,13 @@ class ImageClassifier(FolderClassifier, ImageClassifierParams):
         size = self._learned.size if self._learned is not None else None
         shape = self.getInputShapes().get(column, [3, *(size or _UNKNOWN_SIZE)])
         if len(shape) != 3 or shape[0] not in (1, 3, 4):
-            what, hint = (
-                f"inputShapes[{column!r}] is {list(shape)}",
-                "set [channels, height, width], such as [3, 64, 64]",
-            )
+            what = f"inputShapes[{column!r}] is {list(shape)}"
+            hint = "set [channels, height, width], such as [3, 64, 64]"
             raise ConfigError(what, hint=hint, param="inputShapes", code="ST-SHAPE")
         params = {"classes": self._classes or 2, "shape": list(shape)}
         estimator = LabelledEstimator.completed(self).copy()._set(module=ImageNetwork, moduleParams=params)
         return estimator._set(inputShapes={column: list(shape)}, inputLayouts={column: "image"})
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
-        Pixels(folder).load()
+        Pixels(folder).load()  # A folder without an image processor is refused before there is a job.
         return Pixels(folder)

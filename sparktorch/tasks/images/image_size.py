@@ -1,4 +1,4 @@
-"""The size to which images are resized where nobody has said one."""
+"""The size to which images are resized if the user has not set one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["usual_size"]
 
-_LOOKED_AT = 32  # So many images are read.
-_MOST_PIXELS = 128  # Sides are not made longer than this.
+_IMAGES_READ = 32  # This number of images is read.
+_MOST_PIXELS = 128  # No side is longer than this.
 
 
 def usual_size(dataset: DataFrame, column: str) -> tuple[int, int] | None:
-    """Returns the median height and width of the first images, of at most 128 pixels; `None` if none can be read.
+    """Returns the median height and width of the first images, scaled down to at most 128 pixels.
 
-    Images of one size, as those of most data sets, have theirs in any partitioning.
+    It returns `None` if no image can be read. Which images are first depends on the partitioning, but in most data sets
+    all images have one size.
     """
     images = ColumnNames.of(dataset).column(column)
-    rows = dataset.select(images.alias("image")).where("image IS NOT NULL").limit(_LOOKED_AT).collect()
-    sizes = [size for size in (_size_of(row.image) for row in rows) if size is not None]
+    rows = dataset.select(images.alias("image")).where("image IS NOT NULL").limit(_IMAGES_READ).collect()
+    sizes = [size for row in rows if (size := _size_of(row.image)) is not None]
     if not sizes:
         return None
     height, width = (statistics.median_low(side) for side in zip(*sizes, strict=True))
@@ -39,7 +40,7 @@ def _size_of(image: Any) -> tuple[int, int] | None:
     height, width = fields.get("height") or 0, fields.get("width") or 0
     if min(height, width) > 0:
         return height, width
-    # Whatever cannot be read says no size; the ranks name it if it has to be read.
+    # An image that cannot be read has no size here. If the training reads it, the ranks name it in their error.
     with suppress(Exception), pillow().open(io.BytesIO(fields["content"])) as opened:
         return opened.height, opened.width
     return None

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import is_object
-from sparktorch.errors import ConflictError, shortens
+from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.fit.refusals import check_named_groups
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
@@ -111,16 +111,16 @@ class Ranker(TabularEstimator, RankerParams):
 
     @property
     def _takes_table(self) -> bool:
-        """Whether columns are taken as they are, for the network for tables: a module of the user's gets inputs."""
+        """Whether the network for tables takes columns as they are; the user's own module gets input columns."""
         p = Values(self)
         if p.trained is not None:
             return isinstance(p.trained.preprocess, TableColumns)
-        has_preprocess = p["preprocess"] is not None and self._learned is None
-        network = p["module"] is None or is_object(p["module"], TableNetwork)
-        return network and not (has_preprocess or p.is_set("featuresCol"))
+        has_users_preprocess = p["preprocess"] is not None and self._learned is None
+        is_table_network = p["module"] is None or is_object(p["module"], TableNetwork)
+        return is_table_network and not (has_users_preprocess or p.is_set("featuresCol"))
 
     def completed(self) -> Self:
-        """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
+        """Returns a copy with the Params that follow from what it has learned from the rows: inputs and network."""
         _check_members(Values(self))
         return super().completed() if self._takes_table else super(TabularEstimator, self).completed()
 
@@ -130,7 +130,8 @@ class Ranker(TabularEstimator, RankerParams):
 
     @property
     def _needs_count(self) -> bool:
-        return self._takes_table or super()._needs_count  # The penalty on categories is one of groups.
+        # The penalty on categories is in units of the loss of a group, and so depends on the number of groups.
+        return self._takes_table or super()._needs_count
 
     @property
     def _has_learned(self) -> bool:
@@ -138,19 +139,22 @@ class Ranker(TabularEstimator, RankerParams):
 
     def _learn_rows(self, rows: DataFrame) -> None:
         if self._takes_table:
-            check_group(ColumnNames.of(rows), self.getGroupCol())  # It refuses the column before there is a job.
+            # A column that cannot group rows is refused before there is a job.
+            check_group(ColumnNames.of(rows), self.getGroupCol())
             super()._learn_rows(rows)
 
     @property
-    def _network(self) -> dict[str, Any]:
-        settings = super()._network
-        del settings["scales"]  # Scores have no unit.
-        return settings | ({"members": 1} if _is_own(self.getLoss()) else {})
+    def _network_arguments(self) -> dict[str, Any]:
+        arguments = super()._network_arguments
+        del arguments["scales"]  # Scores have no unit.
+        if _is_custom(self.getLoss()):
+            arguments["members"] = 1
+        return arguments
 
     def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
-        with_nulls = self._takes_table or getattr(p["preprocess"], "takes_nulls", False)
-        inputs = [] if with_nulls else p["inputCols"] or [self.getFeaturesCol()]
+        takes_nulls = self._takes_table or getattr(p["preprocess"], "takes_nulls", False)
+        inputs = [] if takes_nulls else p["inputCols"] or [self.getFeaturesCol()]
         return [*inputs, *super()._required_columns(names), self.getGroupCol()]
 
     @property
@@ -164,15 +168,18 @@ class Ranker(TabularEstimator, RankerParams):
         return marked(dataset, in_share([names.column(self.getGroupCol())], share), self._marks), None
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
+        """Returns how many groups train, and how many are marked for validation."""
         rows = self._without_dropped(rows)
-        name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
-        marks = names.column(name) if name else F.lit(False)
-        groups = rows.groupBy(names.column(self.getGroupCol())).agg(F.max(marks).cast("int").alias("marks"))
-        held_out, of_all = groups.agg(F.sum("marks"), F.count(F.lit(1))).collect()[0]
-        trained = of_all - (held_out or 0)
-        return trained, held_out or 0
+        p = Values(self)
+        names = ColumnNames.of(rows)
+        is_marked = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
+        groups = rows.groupBy(names.column(self.getGroupCol())).agg(F.max(is_marked).cast("int").alias("marks"))
+        held_out, count = groups.agg(F.sum("marks"), F.count(F.lit(1))).collect()[0]
+        held_out = held_out or 0  # A sum over no groups is null.
+        return count - held_out, held_out
 
     def _task_training(self) -> TaskTraining:
+        """Returns the loss and the metrics of whole groups; a loss with a name is one of `LOSSES`."""
         loss = self.getLoss()
         if isinstance(loss, str) and ":" not in loss:
             one_of("loss", loss, tuple(LOSSES))
@@ -181,20 +188,20 @@ class Ranker(TabularEstimator, RankerParams):
 
 
 def _check_members(p: Values) -> None:
-    """Refuses a loss of the user's for a fitted network of several members, which have a score each."""
-    if p.trained is not None and _members(p.trained) > 1 and _is_own(p["loss"]):
-        raise ConflictError(
+    """Refuses the user's own loss for a fitted network of several members, each of which has a score for a row."""
+    if p.trained is not None and _members(p.trained) > 1 and _is_custom(p["loss"]):
+        raise ConfigError(
             "loss is your own and gets one score a row, and the network of the fitted model has several members",
             hint="fit that model with this loss or with moduleParams={'members': 1}, or set loss='listnet'",
             param="loss",
         )
 
 
-def _is_own(loss: Any) -> bool:
-    """Whether a loss is the user's: only those that have names bear an axis of members."""
+def _is_custom(loss: Any) -> bool:
+    """Whether a loss is the user's own: only the losses with names in `LOSSES` take the scores of several members."""
     return not isinstance(loss, str) or ":" in loss
 
 
 def _members(trained: TrainedModule) -> int:
-    """Returns the number of members of a fitted network for tables; 1 of any other module."""
+    """Returns the number of members that a fitted network for tables has; 1 for any other module."""
     return int(trained.params.get("members", 1)) if is_object(trained.source, TableNetwork) else 1

@@ -16,97 +16,108 @@ from sparktorch.tasks.ranking.params import RankingModelParams
 
 __all__ = ["RankingSummary", "evaluate_ranker"]
 
-_SHOWN = 10  # The NDCG of so many rows of a group is computed unasked.
+_DEFAULT_K = 10  # The NDCG of a group's first rows, this number, is always computed.
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RankingSummary(Summary):
-    """The metrics of a ranking, means over groups.
+    """The metrics of a ranking, which are means over groups.
 
     Attributes:
         groupCol: The column that groups rows.
-        numGroups: Number of groups.
-        meanReciprocalRank: The mean of one over the rank of a group's first row with a label above 0; 0 where there is
-            none. Rows with the same score and the label 0 come before it.
+        numGroups: The number of groups.
+        meanReciprocalRank: The mean of one over the rank of a group's first row with a label above 0, or of 0 for a
+            group without such a row. Rows with the same score and the label 0 count as before it.
     """
 
     groupCol: str
     numGroups: int
     meanReciprocalRank: float
     _ndcg: dict[int | None, float]
-    _ndcg_of: Callable[[int | None], float]
+    _compute_ndcg: Callable[[int | None], float]
 
     def ndcg(self, k: int | None = None) -> float:
         """Returns the mean normalised discounted cumulative gain of the first `k` rows of a group, or of all of them.
 
-        It equals scikit-learn's `ndcg_score`: the gain is the label, rows with equal scores share theirs, and a group
-        without labels above 0 has 0. Other `k` than 10 and `None` score the rows again.
+        It equals scikit-learn's `ndcg_score`: the gain is the label, rows with equal scores share their gains, and a
+        group without labels above 0 has 0. A `k` other than 10 and `None` scores the rows again.
         """
         if k is not None:
             at_least("k", k, 1)
         if k not in self._ndcg:
-            self._ndcg[k] = self._ndcg_of(k)
+            self._ndcg[k] = self._compute_ndcg(k)
         return self._ndcg[k]
 
 
 def evaluate_ranker(
     model: RankingModelParams, transform: Callable[[DataFrame], DataFrame], dataset: DataFrame
 ) -> RankingSummary:
-    """Scores the rows and compares their order with the labels; the model's output column has a name.
+    """Scores the rows and compares their order with the labels.
 
-    A `ColumnError` refuses columns that are missing or not numeric, rows without group, label, weight or prediction,
-    and negative labels.
+    Args:
+        model: The model, whose output column has a name.
+        transform: The function that scores rows.
+        dataset: The rows.
+
+    Raises:
+        ColumnError: A column is missing or not numeric, a row has no group, label, weight or prediction, or a label is
+            negative.
     """
-    name = model.getGroupCol()
-    group = ColumnNames.of(dataset).column(name).alias("group")
+    group_column = model.getGroupCol()
+    label_column = model.getLabelCol()
+    group = ColumnNames.of(dataset).column(group_column).alias("group")
     with compared(model, transform, dataset, group, persisted=True) as (predictions, rows):
-        grouped = F.count("group").alias("groups"), F.sum((F.col("label") < 0).cast("int")).alias("negative")
-        (counts,) = rows.agg(*totals(), *grouped).collect()
+        with_group = F.count("group").alias("with_group")
+        negative_labels = F.sum((F.col("label") < 0).cast("int")).alias("negative")
+        (counts,) = rows.agg(*totals(), with_group, negative_labels).collect()
         summary = described(model, predictions, [counts])
-        missing, below, label = counts["rows"] - counts["groups"], counts["negative"], model.getLabelCol()
-        of_group = f"{counted(missing, 'row is', 'rows are')} null in column {name!r}"
-        of_label = f"{counted(below, 'label is', 'labels are')} below 0 in column {label!r}"
+        without_group = counts["rows"] - counts["with_group"]
+        negative = counts["negative"]
+        null_groups = f"{counted(without_group, 'row is', 'rows are')} null in column {group_column!r}"
+        labels_below_zero = f"{counted(negative, 'label is', 'labels are')} below 0 in column {label_column!r}"
         refuse_rows(
-            (missing, name, of_group, "leave them out with a filter", ""),
-            (below, label, of_label, "0 is for rows that do not matter", ""),
+            (without_group, group_column, null_groups, "leave them out with a filter", ""),
+            (negative, label_column, labels_below_zero, "0 is for rows that do not matter", ""),
         )
-        measured = _measured(rows, [_SHOWN, None])
+        metrics = _metrics(rows, [_DEFAULT_K, None])
 
-        def ndcg_of(k: int | None) -> float:
-            return float(_measured(rows, [k])["ndcg_0"])
+        def compute_ndcg(k: int | None) -> float:
+            return float(_metrics(rows, [k])["ndcg_0"])
 
         return RankingSummary(
             **summary,
-            groupCol=name,
-            numGroups=measured["groups"],
-            meanReciprocalRank=measured["mrr"],
-            _ndcg={_SHOWN: measured["ndcg_0"], None: measured["ndcg_1"]},
-            _ndcg_of=ndcg_of,
+            groupCol=group_column,
+            numGroups=metrics["groups"],
+            meanReciprocalRank=metrics["mrr"],
+            _ndcg={_DEFAULT_K: metrics["ndcg_0"], None: metrics["ndcg_1"]},
+            _compute_ndcg=compute_ndcg,
         )
 
 
-def _measured(rows: DataFrame, ks: list[int | None]) -> Row:
-    """Returns the means over groups: `groups`, `mrr`, and `ndcg_0`, ... for each number of rows."""
+def _metrics(rows: DataFrame, ks: list[int | None]) -> Row:
+    """Returns the means over groups: `groups`, `mrr`, and `ndcg_0`, `ndcg_1`, ... for each number of rows in `ks`."""
     group = Window.partitionBy("group")
     ranked = rows.select(
         "*",
-        F.row_number().over(group.orderBy(F.desc("prediction"))).alias("position"),
-        F.row_number().over(group.orderBy(F.desc("label"))).alias("ideal"),
+        F.row_number().over(group.orderBy(F.desc("prediction"))).alias("rank"),
+        F.row_number().over(group.orderBy(F.desc("label"))).alias("ideal_rank"),
         F.avg("label").over(Window.partitionBy("group", "prediction")).alias("gain"),  # Equal scores share their gains.
-        F.max(F.when(F.col("label") > 0, F.col("prediction"))).over(group).alias("best"),
+        F.max(F.when(F.col("label") > 0, F.col("prediction"))).over(group).alias("best_relevant"),
     )
 
-    def gained(gain: str, position: str, k: int | None) -> Column:
-        counts_in = F.lit(True) if k is None else F.col(position) <= k
-        return F.sum(F.when(counts_in, F.col(gain) / F.log2(F.col(position) + 1)).otherwise(0.0))
+    def discounted_gain(gain: str, rank: str, k: int | None) -> Column:
+        counts = F.lit(True) if k is None else F.col(rank) <= k
+        return F.sum(F.when(counts, F.col(gain) / F.log2(F.col(rank) + 1)).otherwise(0.0))
 
     def ndcg(k: int | None) -> Column:
-        return F.try_divide(gained("gain", "position", k), gained("label", "ideal", k))
+        return F.try_divide(discounted_gain("gain", "rank", k), discounted_gain("label", "ideal_rank", k))
 
-    ahead = F.sum(((F.col("label") <= 0) & (F.col("prediction") >= F.col("best"))).cast("int"))
-    metrics = {"mrr": 1 / (1 + ahead)} | {f"ndcg_{index}": ndcg(k) for index, k in enumerate(ks)}
-    of_group = [F.coalesce(column, F.lit(0.0)).alias(name) for name, column in metrics.items()]
-    by_group = ranked.groupBy("group").agg(F.avg("weight").alias("weight"), *of_group)
+    is_ahead = (F.col("label") <= 0) & (F.col("prediction") >= F.col("best_relevant"))
+    metrics = {"mrr": 1 / (1 + F.sum(is_ahead.cast("int")))}
+    metrics |= {f"ndcg_{index}": ndcg(k) for index, k in enumerate(ks)}
+    # A group without labels above 0 has null, and counts as 0.
+    metrics_of_group = [F.coalesce(column, F.lit(0.0)).alias(name) for name, column in metrics.items()]
+    by_group = ranked.groupBy("group").agg(F.avg("weight").alias("weight"), *metrics_of_group)
     weight = F.col("weight")
     means = [(F.sum(F.col(name) * weight) / F.sum(weight)).alias(name) for name in metrics]
     (row,) = by_group.agg(F.count(F.lit(1)).alias("groups"), *means).collect()

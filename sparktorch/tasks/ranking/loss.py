@@ -1,7 +1,7 @@
-"""Losses and metrics of rankings, over the groups of a batch at once.
+"""Losses and metrics of rankings, computed for all groups of a batch at once.
 
-A batch has the rows of one group after the other, and the number of rows of each; a loss or metric has a value for each
-group, whose rows are ordered by score.
+They take `scores` and `labels` of shape `(rows,)`, with the rows of one group after the other, and `sizes`, int64 of
+shape `(groups,)`, with the number of rows in each group. They return a value for each group.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ __all__ = ["LOSSES", "measured", "ndcg", "reciprocal_rank"]
 GroupLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _of_members(loss: GroupLoss) -> GroupLoss:
-    """Lets a loss take the scores of several members, `(rows, members)`: it returns the mean of the members' losses.
+def _accepts_members(loss: GroupLoss) -> GroupLoss:
+    """Lets a loss also take the scores of several members, `(rows, members)`: it returns the mean of their losses.
 
-    A network for tables trains its members so. Labels then have the same shape.
+    Labels then have the same shape. The network for tables trains its members in this way.
     """
 
     @wraps(loss)
-    def of_members(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def loss_of_members(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         if scores.dim() != 2 or scores.shape != labels.shape:
             return loss(scores, labels, sizes)
-        members = scores.shape[1]  # The groups of each are groups of their own.
+        members = scores.shape[1]
+        # The rows of all members become one batch, in which each member has its own groups.
         losses = loss(scores.t().flatten(), labels.t().flatten(), sizes.repeat(members))
         return losses.view(members, -1).mean(0)
 
-    return of_members
+    return loss_of_members
 
 
-@_of_members
+@_accepts_members
 def listnet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Returns the cross entropy between the softmax of a group's labels and that of its scores, of shape `(groups,)`.
+    """Returns the cross entropy between the softmax of a group's labels and the softmax of its scores.
 
     Source: Cao et al., "Learning to rank: from pairwise approach to listwise approach", ICML 2007, with top-one
     probabilities.
     """
     _check(scores, labels)
     group = _group_of_rows(sizes)
-    target = _log_softmax(labels, group, sizes).exp()
-    return _sums(-target * _log_softmax(scores, group, sizes), group, sizes)
+    probabilities = _log_softmax(labels, group, sizes).exp()
+    return _sums(-probabilities * _log_softmax(scores, group, sizes), group, sizes)
 
 
-@_of_members
+@_accepts_members
 def ranknet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Returns the mean logistic loss over the pairs of a group with different labels; 0 for one without pairs.
+    """Returns the mean logistic loss over the pairs of rows with different labels; 0 for a group without such pairs.
 
     Source: Burges et al., "Learning to rank using gradient descent", ICML 2005.
     """
@@ -63,9 +64,9 @@ def ranknet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> 
     return _sums(losses, group, sizes) / count.clamp(min=1)
 
 
-@_of_members
+@_accepts_members
 def lambdarank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the logistic losses of a group's pairs, each times the NDCG that swapping the two changes.
+    """Returns the sum of the logistic losses of pairs, each times the change of NDCG when the two rows are swapped.
 
     Source: Burges, "From RankNet to LambdaRank to LambdaMART: an overview", MSR-TR-2010-82; the gain is the label.
     """
@@ -73,11 +74,10 @@ def lambdarank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) 
     group_of_row = _group_of_rows(sizes)
     better, worse, group = _pairs(labels, sizes)
     discount = _discounts(_positions(sizes), scores.dtype)
-    ideal = _sums(labels[_ranked(labels, group_of_row)] * discount, group_of_row, sizes).clamp(
-        min=torch.finfo(scores.dtype).tiny
-    )
+    ideal = _sums(labels[_order_in_groups(labels, group_of_row)] * discount, group_of_row, sizes)
+    ideal = ideal.clamp(min=torch.finfo(scores.dtype).tiny)
     discount_of_row = torch.empty_like(discount)
-    discount_of_row[_ranked(scores.detach(), group_of_row)] = discount
+    discount_of_row[_order_in_groups(scores.detach(), group_of_row)] = discount
     change = (labels[better] - labels[worse]) * (discount_of_row[better] - discount_of_row[worse]).abs() / ideal[group]
     return _sums(change * F.softplus(scores[worse] - scores[better]), group, sizes)
 
@@ -86,6 +86,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {"listnet": listnet, "ranknet":
 
 
 def _check(scores: torch.Tensor, labels: torch.Tensor) -> None:
+    """Refuses scores that are not one for each label."""
     if scores.shape != labels.shape or scores.dim() != 1:
         raise ModuleError(
             f"the module returns scores of shape {tuple(scores.shape)} for labels of shape {tuple(labels.shape)}",
@@ -102,64 +103,72 @@ def _log_softmax(values: torch.Tensor, group: torch.Tensor, sizes: torch.Tensor)
 
 
 def _pairs(labels: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the rows of each pair of a group with different labels, that with the larger one first, and the group."""
+    """Returns all pairs of rows in a group with different labels: the better rows, the worse rows, and the groups."""
     group = _group_of_rows(sizes)
     row = torch.arange(len(group), device=sizes.device)
+    # Each row is paired with all rows of its group, itself among them.
     partners = sizes[group]
     first_of_group = (row - _positions(sizes)).repeat_interleave(partners)
-    better, worse = row.repeat_interleave(partners), first_of_group + _positions(partners)
-    differs = labels[better] > labels[worse]
-    better, worse = better[differs], worse[differs]
-    return better, worse, group[better]
+    left = row.repeat_interleave(partners)
+    right = first_of_group + _positions(partners)
+    is_better = labels[left] > labels[right]
+    better = left[is_better]
+    return better, right[is_better], group[better]
 
 
 def measured(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the metrics of each group that a validation shows."""
+    """Returns the metrics that a validation shows, by name: a value for each group."""
     return {"ndcg_at_10": ndcg(scores, labels, sizes, k=10), "mrr": reciprocal_rank(scores, labels, sizes)}
 
 
 def ndcg(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor, *, k: int | None = None) -> torch.Tensor:
     """Returns the normalised discounted cumulative gain of the first `k` rows of each group, of shape `(groups,)`.
 
-    The gain is the label, and rows with equal scores share theirs, as in scikit-learn's `ndcg_score`. A group without
-    labels above 0 has 0.
+    The gain is the label, and rows with equal scores share their gains, as in scikit-learn's `ndcg_score`. A group
+    without labels above 0 has 0.
 
     Source: Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", TOIS 20 (2002).
     """
-    group, position = _group_of_rows(sizes), _positions(sizes)
+    group = _group_of_rows(sizes)
+    position = _positions(sizes)
     discount = _discounts(position, labels.dtype)
     if k is not None:
         discount = discount * (position < k)
-    order = _ranked(scores, group)
-    best, gains = scores[order], labels[order]
-    run = ((best[1:] != best[:-1]) | (group[1:] != group[:-1])).cumsum(0)
-    run = torch.cat([run.new_zeros(1), run])  # A run is the rows of a group that have equal scores.
-    count = labels.new_zeros(len(run)).index_add(0, run, torch.ones_like(gains))
-    shared = (labels.new_zeros(len(run)).index_add(0, run, gains) / count)[run]
-    gained = _sums(shared * discount, group, sizes)
-    ideal = _sums(labels[_ranked(labels, group)] * discount, group, sizes)
-    return torch.where(ideal > 0, gained / ideal, 0)
+    order = _order_in_groups(scores, group)
+    sorted_scores = scores[order]
+    gains = labels[order]
+    # A run is the rows of a group that have equal scores.
+    begins_run = (sorted_scores[1:] != sorted_scores[:-1]) | (group[1:] != group[:-1])
+    run = begins_run.cumsum(0)
+    run = torch.cat([run.new_zeros(1), run])
+    run_sizes = labels.new_zeros(len(run)).index_add(0, run, torch.ones_like(gains))
+    shared_gains = (labels.new_zeros(len(run)).index_add(0, run, gains) / run_sizes)[run]
+    discounted = _sums(shared_gains * discount, group, sizes)
+    ideal = _sums(labels[_order_in_groups(labels, group)] * discount, group, sizes)
+    return torch.where(ideal > 0, discounted / ideal, 0)
 
 
 def reciprocal_rank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Returns one over the rank of the first row with a label above 0, of shape `(groups,)`; 0 where there is none.
 
-    Rows with the same score and the label 0 come before it.
+    Rows with the same score and the label 0 count as before it.
     """
-    group, relevant = _group_of_rows(sizes), labels > 0
+    group = _group_of_rows(sizes)
+    is_relevant = labels > 0
     least = scores.new_full((), -torch.inf)
-    best = least.expand(len(sizes)).scatter_reduce(0, group, torch.where(relevant, scores, least), "amax")
-    ahead = _sums((~relevant & (scores >= best[group])).to(scores.dtype), group, sizes)
-    return torch.where(best > least, 1 / (1 + ahead), 0)
+    best_relevant = least.expand(len(sizes)).scatter_reduce(0, group, torch.where(is_relevant, scores, least), "amax")
+    is_ahead = ~is_relevant & (scores >= best_relevant[group])
+    ahead = _sums(is_ahead.to(scores.dtype), group, sizes)
+    return torch.where(best_relevant > least, 1 / (1 + ahead), 0)
 
 
 def _discounts(position: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the factors of gains at positions, which count from 0."""
+    """Returns the factors of gains at positions in the order, which count from 0."""
     return 1 / (position + 2).to(dtype).log2()
 
 
 def _group_of_rows(sizes: torch.Tensor) -> torch.Tensor:
-    """Returns the number of the group of each row, int64 of shape `(rows,)`."""
+    """Returns the index of each row's group, int64 of shape `(rows,)`."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 
@@ -169,8 +178,8 @@ def _positions(sizes: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(starts), device=sizes.device) - starts
 
 
-def _ranked(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Returns the order that sorts the rows of each group by falling values, equal ones as they come."""
+def _order_in_groups(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Returns the indices that sort the rows of each group by descending values; equal values keep their order."""
     order = values.argsort(descending=True, stable=True)
     return order[group[order].argsort(stable=True)]
 

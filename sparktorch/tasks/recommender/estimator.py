@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyspark.sql import DataFrame, Window
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ConflictError
+from sparktorch.errors import ColumnError, ConfigError, ConflictError
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
+from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.tasks.recommender.learned import LEAST_OF_EACH, LearnedPairs, learn_pairs
-from sparktorch.tasks.recommender.model import RecommenderModel
+from sparktorch.spark.compat import table_of
+from sparktorch.tasks.recommender.model import Paired, RecommenderModel, id_type, structs
 from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
-from sparktorch.tasks.recommender.pairs import PairColumns, Paired
 from sparktorch.tasks.recommender.params import RecommenderParams
-from sparktorch.tasks.shared.estimator import LearningEstimator
-from sparktorch.tasks.shared.held_out import MOST_HELD_OUT
+from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, free_name
+from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings
 from sparktorch.train.recipe.dry_run import OutputSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHOICES", "RATINGS", "Recommender"]
+__all__ = ["ROW_SAMPLES", "USER_SAMPLES", "Recommender"]
 
-RATINGS = TaskSettings(
+# A sample is a row: a rating, or an item that a user has chosen, with other items that are drawn for it.
+ROW_SAMPLES = TaskSettings(
     learning_rate=0.1,
     usual_rate=0.1,
     scheduler="CosineAnnealingLR",
@@ -41,8 +47,8 @@ RATINGS = TaskSettings(
     most_epochs=8,
     unwatched_epochs=8,
 )
-# A sample is a user with all that it has chosen, whose items all others are compared with.
-CHOICES = TaskSettings(
+# A sample is a user with all the items that it has chosen, each of which is ranked among all items.
+USER_SAMPLES = TaskSettings(
     learning_rate=0.3,
     usual_rate=0.3,
     scheduler="CosineAnnealingLR",
@@ -56,11 +62,39 @@ CHOICES = TaskSettings(
     unwatched_epochs=16,
 )
 
-_MOST_RANKED = 20_000  # The cross-entropy is that among all items, if they are no more than these.
-_DRAWN = 64  # Of more items, so many others are drawn for each row.
-_FEW = 4  # Sparse gradients are the faster ones of tables with more rows than this for each that a step reaches.
-_SMALL = 5_000  # Workers add up the gradients of tables of fewer rows faster if they are dense.
-_WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
+# These Params decide whether a sample is a user.
+_USER_SAMPLE_PARAMS = ("numNegatives", "strategy", "split")
+_FEWEST_ROWS = 3  # No row is held out whose user or item has fewer rows than this.
+_MOST_RANKED_ITEMS = 20_000  # If there are more items, no item is ranked among all of them.
+_USUAL_NEGATIVES = 64  # This number of other items is then drawn for each row.
+# Sparse gradients are faster if the tables have more rows than this for each row that a step reaches.
+_SPARSE_RATIO = 4
+# Workers add up dense gradients faster if the tables have no more rows than this.
+_MOST_DENSE_ROWS = 5_000
+
+
+class LearnedPairs(NamedTuple):
+    """What an estimator has learned from the rows.
+
+    Attributes:
+        users: The users: structs of the id and of each feature.
+        items: The items, likewise.
+        mean: The mean of the ratings.
+        deviation: The standard deviation of the ratings; 0 if they are equal.
+        group: The column that groups the rows of a user, with one group for training and one for validation.
+        weight: The column of weights.
+        rows: The number of rows.
+        rare: The number of rows whose user has too few rows to hold some out, plus the number whose item has.
+    """
+
+    users: pa.StructArray
+    items: pa.StructArray
+    mean: float
+    deviation: float = 1.0
+    group: str = ""
+    weight: str = ""
+    rows: int = 0
+    rare: int = 0
 
 
 class Recommender(Paired, LearningEstimator, RecommenderParams):
@@ -88,7 +122,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     _model_class = RecommenderModel
     _learns_from = (
         *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs", "alpha"),
-        *(*_WHOLE_USERS, "validationIndicatorCol", "nullPolicy"),
+        *(*_USER_SAMPLE_PARAMS, "validationIndicatorCol", "nullPolicy"),
     )
     _searched = {"rank": [8, 16, 64, 128], "regParam": [0.03, 0.07, 0.2]}
     _searched_rates = (0.5, 2.0)
@@ -96,59 +130,82 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     @property
     def _task_settings(self) -> TaskSettings:
-        return CHOICES if self._ranks_all else RATINGS
+        return USER_SAMPLES if self._samples_are_users else ROW_SAMPLES
 
     @property
     def _unit(self) -> str:  # type: ignore[override]
-        return "users" if self._ranks_all else "rows"
+        return "users" if self._samples_are_users else "rows"
 
     @property
-    def _ranks_all(self) -> bool:
-        """Whether each user's items are ranked among all, so that a sample is a user, and not a row."""
-        return bool(Values(self)["implicitPrefs"]) and not self._drawn
+    def _samples_are_users(self) -> bool:
+        """Whether a sample is a user, whose items are ranked among all items; otherwise, a sample is a row."""
+        return bool(Values(self)["implicitPrefs"]) and not self._negatives_per_row
 
     @property
-    def _drawn(self) -> int:
-        """Number of other items that are drawn for each row; 0 for none, where all are compared."""
+    def _negatives_per_row(self) -> int:
+        """The number of other items that are drawn for each row; 0 if none are drawn."""
         p = Values(self)
-        many_items = self._learned is not None and len(self._learned.items) > _MOST_RANKED
-        # A rank that trains a model of its own has no row of the users that another rank has.
-        splits_users = p["strategy"] == "mesh" or p["split"] == "keep" or p.strategy.own_batches
         if not p["implicitPrefs"]:
             return 0
-        return p["numNegatives"] or (_DRAWN if many_items or splits_users else 0)
+        if p["numNegatives"]:
+            negatives: int = p["numNegatives"]
+            return negatives
+        has_many_items = self._learned is not None and len(self._learned.items) > _MOST_RANKED_ITEMS
+        # A user can be a sample only if one rank has all of its rows. Meshes and kept partitions do not move rows to
+        # one rank, and a rank that trains a model of its own has no row of the users that another rank has.
+        splits_users = p["strategy"] == "mesh" or p["split"] == "keep" or p.strategy.own_batches
+        return _USUAL_NEGATIVES if has_many_items or splits_users else 0
 
     @property
     def _weight(self) -> str:
-        """The column of weights. Where rows have weights, these replace the ratings, whose name errors then have."""
+        """The column of weights.
+
+        Where samples are rows, the weights replace the ratings under the name of their column, so that an error names a
+        column of the user's.
+        """
         assert self._learned is not None
-        return self._learned.weight if self._ranks_all else Values(self)["ratingCol"] or self._learned.weight
+        if self._samples_are_users:
+            return self._learned.weight
+        return Values(self)["ratingCol"] or self._learned.weight
 
     def _task_training(self) -> TaskTraining:
-        """Returns the column whose groups are all that a user has chosen, where all items are ranked."""
-        return TaskTraining(group=self._learned.group if self._learned is not None and self._ranks_all else None)
+        """Returns the column that groups the rows of a user, if samples are users."""
+        return TaskTraining(
+            group=self._learned.group if self._learned is not None and self._samples_are_users else None
+        )
 
     @property
     def _holds_out(self) -> bool:
-        """Whether a fit is to mark rows; with implicit preferences only if asked, as more epochs do not harm there."""
+        """Whether a fit is to mark rows that it holds out.
+
+        With implicit preferences, it does so only if a Param that is set needs them: more epochs do no harm there.
+        """
         return super()._holds_out and (not self.getImplicitPrefs() or self._asks_for_validation)
 
     def _holding_out(self) -> Self:
-        """Returns a copy that holds out rows, of choices too: their loss in training does not tell which is better."""
+        """Returns a copy that holds out rows, with implicit preferences too.
+
+        The copy is for a search, which needs a validation: the loss in training does not tell which settings are
+        better.
+        """
         estimator = self.copy()
-        return estimator._set(validationFraction=self.getValidationFraction()) if super()._holds_out else estimator
+        if super()._holds_out:
+            # Only a share that is set, even if to its default, is held out of implicit preferences.
+            estimator._set(validationFraction=self.getValidationFraction())
+        return estimator
 
     @property
     def _needs_count(self) -> bool:
-        return super()._needs_count or self._ranks_all
+        return super()._needs_count or self._samples_are_users
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
-        """Returns what "auto" stands for, of choices with batches of few users whatever their epochs are.
+        """Returns what "auto" stands for.
 
-        A batch of 256 users would leave few steps to an epoch.
+        If epochs are set, rows get the fixed settings, whose batch has 256 samples. A batch of 256 users would leave
+        few steps to an epoch: users get the automatic settings, but no patience.
         """
         p = Values(self)
-        if not self._ranks_all or held_out or p["epochs"] == "auto":
+        if not self._samples_are_users or held_out or p["epochs"] == "auto":
             return super()._settings(held_out=held_out)
         automatic = self.copy()
         automatic.clear(automatic.getParam("epochs"))
@@ -156,129 +213,195 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         return replace(settings, patience=None, validation_interval=1, validation_unit="epoch")
 
     def _differing(self, other: Any) -> list[str]:
-        ours = self.copy()
-        ours._learned = other._learned
-        same = _WHOLE_USERS if ours._ranks_all == other._ranks_all else ()
-        ignored = same if self.getImplicitPrefs() else (*_WHOLE_USERS, "alpha")
+        """Returns the Params by which this estimator learns something else from the rows than another one.
+
+        Some Params matter only in so far as they decide whether a sample is a user, and count if the decisions differ.
+        """
+        estimator = self.copy()
+        estimator._learned = other._learned  # The decision also depends on the number of items.
+        ignored: tuple[str, ...] = ()
+        if not self.getImplicitPrefs():
+            ignored = (*_USER_SAMPLE_PARAMS, "alpha")
+        elif estimator._samples_are_users == other._samples_are_users:
+            ignored = _USER_SAMPLE_PARAMS
         return [name for name in super()._differing(other) if name not in ignored]
 
     def completed(self) -> Self:
-        """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
+        """Returns a copy with the Params that follow from others and, if it has learned from the rows, from these."""
         estimator = super().completed().copy()
         p = Values(estimator)
         _check_params(p)
-        for name, least in (("rank", 1), ("regParam", 0), ("alpha", 0)):
-            at_least(name, p[name], least)
-        if p["numNegatives"] is not None:
-            at_least("numNegatives", p["numNegatives"], 1)
-        one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
-        columns, implicit, learned = PairColumns.of(self), p["implicitPrefs"], self._learned
-        items = len(learned.items) if learned is not None else 1
-        ranks_all = estimator._ranks_all and learned is not None
-        estimator._set(
-            module=Towers,
-            inputCols=columns.inputs,
-            labelCol=columns.rating if ranks_all or not implicit else "",
-            trainingStep=PairLoss(
-                items if implicit else None,
-                p["regParam"],
-                scale=1.0 if implicit or learned is None else learned.deviation or 1.0,
-                alpha=p["alpha"] if ranks_all else 0.0,
-                catalogue=IdIndex(learned.items).features if ranks_all and learned is not None else None,
-            ),
-        )
+        estimator._set(module=Towers, inputCols=self.getInputCols())
+        implicit = p["implicitPrefs"]
+        learned = self._learned
         if learned is None:
-            return estimator
-        if implicit:
-            estimator._set(weightCol=estimator._weight)
+            step = PairLoss(1 if implicit else None, p["regParam"])
+            return estimator._set(labelCol="" if implicit else p["ratingCol"], trainingStep=step)
+        ranks_all = estimator._samples_are_users
+        users = len(learned.users)
+        items = len(learned.items)
+        scale = 1.0 if implicit else learned.deviation or 1.0
+        negatives = self._negatives_per_row
+        # A step that ranks all items reaches all rows of their table: its gradient is never sparse.
+        sparse_rows = users if ranks_all else users + items
         params = {
-            "users": len(learned.users),
+            "users": users,
             "items": items,
             "rank": p["rank"],
             "mean": 0.0 if implicit else learned.mean,
-            "user_features": len(columns.user_features),
-            "item_features": len(columns.item_features),
-            "sparse": _wants_sparse(p, len(learned.users) + items * (not ranks_all), self._drawn),
+            "user_features": len(p["userFeatures"]),
+            "item_features": len(p["itemFeatures"]),
+            "sparse": _wants_sparse(p, sparse_rows, negatives),
             "user_bias": not implicit,
-            "scale": 1.0 if implicit else learned.deviation or 1.0,
+            "scale": scale,
             "ranks_all": ranks_all,
         }
-        pairs = Pairs(columns.user, columns.item, learned.users, learned.items, self._drawn, p["seed"])
-        return estimator._set(preprocess=pairs, moduleParams=params | self.getModuleParams())
+        if implicit:
+            estimator._set(weightCol=estimator._weight)
+        return estimator._set(
+            labelCol=p["ratingCol"] if ranks_all or not implicit else "",
+            trainingStep=PairLoss(
+                items if implicit else None,
+                p["regParam"],
+                scale=scale,
+                alpha=p["alpha"] if ranks_all else 0.0,
+                catalogue=IdIndex(learned.items).features if ranks_all else None,
+            ),
+            preprocess=Pairs(p["userCol"], p["itemCol"], learned.users, learned.items, negatives, p["seed"]),
+            moduleParams=params | self.getModuleParams(),
+        )
 
     def _learn(self, dataset: DataFrame) -> LearnedPairs:
-        # Where the estimator holds rows out itself, users and items are those of all rows.
-        marks = None if self._marks else Values(self)["validationIndicatorCol"]
-        return learn_pairs(dataset, PairColumns.of(self), implicit=self.getImplicitPrefs(), marks=marks)
+        """Learns from the training rows, in a job for users and one for items."""
+        p = Values(self)
+        names = ColumnNames.of(dataset)
+        rating = p["ratingCol"]
+        columns = _pair_columns(p)
+        if repeated := names.repeated(columns):
+            raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
+        check_numbers(names, columns[2:])
+        # Where the estimator holds rows out itself, users and items come from all rows.
+        marks = None if self._marks else p["validationIndicatorCol"]
+        complete = dataset.where(_is_complete(names, columns))  # The ranks refuse other rows, or leave them out.
+        rows = complete.where(~names.column(marks)) if marks else complete
+        score = names.column(rating).cast("double") if rating else F.lit(0.0)
+        score_figures = [
+            F.avg(score).alias("mean"),
+            F.var_pop(score).alias("variance"),
+            F.min(score).alias("least"),
+            F.max(score).alias("most"),
+        ]
+        users = _grouped_by_id(rows, names, p["userCol"], p["userFeatures"])
+        # The figures of all ratings follow from the figures of each item's ratings.
+        items = _grouped_by_id(rows, names, p["itemCol"], p["itemFeatures"], score_figures)
+        mean, deviation = _moments(*(items[name].to_numpy() for name in ("rows", "mean", "variance")))
+        least = pc.min(items["least"]).as_py()
+        if least == pc.max(items["most"]).as_py():
+            deviation = 0.0  # Rounding can leave a deviation of equal ratings.
+        if p["implicitPrefs"] and rating:
+            if marks:
+                least = complete.agg(F.min(score)).collect()[0][0]  # Validation rows have weights, too.
+            if least < 0:
+                what = f"column {rating!r} has ratings below 0"
+                hint = "leave these rows out, or learn what users rate"
+                raise ColumnError(what, hint=hint, column=rating, code="ST-WEIGHT")
+        return LearnedPairs(
+            users=_id_structs(users, p["userCol"], p["userFeatures"]),
+            items=_id_structs(items, p["itemCol"], p["itemFeatures"]),
+            mean=mean,
+            deviation=deviation,
+            group=free_name(names, "_chosen_by") if p["implicitPrefs"] else "",
+            weight=free_name(names, "_weight") if p["implicitPrefs"] else "",
+            rows=pc.sum(items["rows"]).as_py(),
+            rare=_rare_rows(users) + _rare_rows(items),
+        )
 
     def _training_rows(self, dataset: DataFrame) -> DataFrame:
-        """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
-        names, columns, learned = ColumnNames.of(dataset), PairColumns.of(self), self._learned
-        if learned is None or not self.getImplicitPrefs():
+        """Returns the rows; with implicit preferences, with a weight.
+
+        If samples are users, the rows of a user are in one group, and have the sum of their weights.
+        """
+        p = Values(self)
+        names = ColumnNames.of(dataset)
+        learned = self._learned
+        if learned is None or not p["implicitPrefs"]:
             return dataset
-        weight, marks = F.lit(1.0), Values(self)["validationIndicatorCol"]
-        if columns.rating:
-            rating = names.column(columns.rating).cast("double")
-            above = 1 + self.getAlpha() * F.log1p(rating)
-            weight = F.when(rating.isNotNull(), F.when(rating > 0, above).otherwise(0.0))
-        if not self._ranks_all:
+        weight = F.lit(1.0)
+        if p["ratingCol"]:
+            rating = names.column(p["ratingCol"]).cast("double")
+            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * F.log1p(rating)).otherwise(0.0))
+        if not self._samples_are_users:
             return dataset.withColumn(self._weight, weight)
-        # A row that is left out counts for nothing in the weight of its user, whose other rows train.
-        weight = F.when(columns.complete(names), weight).otherwise(0.0)
-        user = names.column(columns.user)
-        held_out = F.coalesce(names.column(marks), F.lit(False)) if marks else F.lit(False)
-        rows = dataset.withColumn(learned.group, F.xxhash64(user, held_out))
+        # An incomplete row is left out of the training, and must not count for the weight of its user.
+        weight = F.when(_is_complete(names, _pair_columns(p)), weight).otherwise(0.0)
+        is_held_out = F.lit(False)
+        if p["validationIndicatorCol"]:
+            is_held_out = F.coalesce(names.column(p["validationIndicatorCol"]), F.lit(False))
+        rows = dataset.withColumn(learned.group, F.xxhash64(names.column(p["userCol"]), is_held_out))
         return rows.withColumn(learned.weight, F.sum(weight).over(Window.partitionBy(learned.group)))
 
     def _chosen(self) -> dict[str, Any]:
-        """Returns what was chosen, and the loss of the mean rating where rows validate."""
-        fields, learned, p = super()._chosen(), self._learned, Values(self)
+        """Returns what was chosen, and the validation loss of predicting the mean rating."""
+        fields = super()._chosen()
+        learned = self._learned
+        p = Values(self)
         if learned is not None and p.validated and not p["implicitPrefs"]:
             fields["baseline"] = {"val_loss": learned.deviation**2}
         return fields
 
     @property
     def _chosen_by(self) -> str:
-        return f"{super()._chosen_by}, but of users and items with less than {LEAST_OF_EACH} rows none"
+        return f"{super()._chosen_by}, but none of users and items with fewer than {_FEWEST_ROWS} rows"
 
     def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
-        return PairColumns.of(self).with_rating
+        return _pair_columns(Values(self))
 
     def _mark_held_out(
         self, dataset: DataFrame, names: ColumnNames, share: float
     ) -> tuple[DataFrame, tuple[int, int] | None]:
+        """Returns the rows with a share of them marked, but for rows whose user or item has few."""
         rows, counts = super()._mark_held_out(dataset, names, share)
-        for name in self.getInputCols()[:2]:
-            often = F.count(F.lit(1)).over(Window.partitionBy(names.column(name))) >= LEAST_OF_EACH
-            rows = rows.withColumn(self._marks, F.col(self._marks) & often)
+        p = Values(self)
+        for name in (p["userCol"], p["itemCol"]):
+            row_count = F.count(F.lit(1)).over(Window.partitionBy(names.column(name)))
+            rows = rows.withColumn(self._marks, F.col(self._marks) & (row_count >= _FEWEST_ROWS))
         return rows, counts
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
-        """Returns how many rows train and are held out, of the latter about as many as a hash holds out."""
+        """Returns how many samples train, and about how many are held out: a hash chooses them."""
         assert self._learned is not None
+        users = len(self._learned.users)
+        pairs = self._learned.rows
         if not self._marks:
-            return len(self._learned.users) if self._ranks_all else self._learned.rows, 0
-        held_out, users = self._pairs_held_out, len(self._learned.users)
-        return (users, min(users, held_out)) if self._ranks_all else (self._learned.rows - held_out, held_out)
+            return (users if self._samples_are_users else pairs), 0
+        held_out = self._pairs_held_out
+        if self._samples_are_users:
+            return users, min(users, held_out)
+        return pairs - held_out, held_out
 
     def _capped(self, trained: int, held_out: int) -> tuple[float, int]:
-        """Returns both, where a sample is a user by the pairs that are held out: all users train."""
-        if not self._ranks_all:
+        """Returns the part of the share that holds out `MOST_HELD_OUT` samples, and how many samples train then.
+
+        If samples are users, pairs are held out instead, and all users train.
+        """
+        if not self._samples_are_users:
             return super()._capped(trained, held_out)
         return min(1.0, MOST_HELD_OUT / self._pairs_held_out), trained
 
     @property
     def _pairs_held_out(self) -> int:
+        """About how many rows a hash holds out."""
         assert self._learned is not None
         return round(max(0, self._learned.rows - self._learned.rare) * self.getValidationFraction())
 
     def _model(self, *parts: Any) -> RecommenderModel:
-        """Returns the model, which scores a pair at a time."""
+        """Returns the model, which scores pairs: its `preprocess` draws no other items for a row."""
         model: RecommenderModel = super()._model(*parts)
         trained = model.trained
         assert isinstance(trained.preprocess, Pairs)
         assert trained.arguments is not None
         shapes: list[tuple[int, ...]] = [(), (), (len(self.getUserFeatures()),), (len(self.getItemFeatures()),)]
+        # Without features, there are two arguments.
         arguments = tuple(replace(spec, shape=shape) for spec, shape in zip(trained.arguments, shapes, strict=False))
         pairs = replace(trained.preprocess, negatives=0)
         scoring = replace(trained, preprocess=pairs, arguments=arguments, outputs=(OutputSpec("", ()),))
@@ -286,7 +409,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
 
 def _check_params(p: Values) -> None:
-    """Refuses ratings without a column of them, and a number in place of a user."""
+    """Refuses Params that contradict each other, and values out of range."""
     if not (p["ratingCol"] or p["implicitPrefs"]):
         raise ConflictError(
             "ratingCol is '', and without implicitPrefs the ratings are what is learned",
@@ -300,10 +423,69 @@ def _check_params(p: Values) -> None:
             param="nullPolicy",
         )
 
+    for name, least in (("rank", 1), ("regParam", 0), ("alpha", 0)):
+        at_least(name, p[name], least)
+    if p["numNegatives"] is not None:
+        at_least("numNegatives", p["numNegatives"], 1)
+    one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
 
-def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
-    """Whether gradients of the tables, of so many rows, are to be sparse: a step reaches few, and the optimizer can."""
-    rows_reached = p["batchSize"] * (2 + drawn)
+
+def _wants_sparse(p: Values, rows: int, negatives: int) -> bool:
+    """Whether the tables, which have `rows` rows in all, should have sparse gradients.
+
+    They should if a step reaches few of the rows, and if the optimizer supports sparse gradients.
+    """
+    rows_reached = p["batchSize"] * (2 + negatives)
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
-    plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
-    return rows > max(_SMALL, _FEW * rows_reached) and plain and not clips and not p.strategy.divides_parameters
+    is_plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
+    has_many_rows = rows > max(_MOST_DENSE_ROWS, _SPARSE_RATIO * rows_reached)
+    return has_many_rows and is_plain and not clips and not p.strategy.divides_parameters
+
+
+def _pair_columns(p: Values) -> list[str]:
+    """Returns the columns that a fit reads: users, items, and then numbers, which are features and ratings."""
+    ratings = [p["ratingCol"]] if p["ratingCol"] else []
+    return [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *ratings]
+
+
+def _is_complete(names: ColumnNames, columns: Sequence[str]) -> Column:
+    """Returns the condition that a row has a user, an item and finite numbers, in columns as from `_pair_columns`."""
+    user, item, *numbers = map(names.column, columns)
+    is_finite = (F.coalesce(F.abs(number.cast("double")) < float("inf"), F.lit(False)) for number in numbers)
+    return reduce(and_, is_finite, user.isNotNull() & item.isNotNull())
+
+
+def _grouped_by_id(
+    rows: DataFrame, names: ColumnNames, name: str, features: Sequence[str], figures: Sequence[Column] = ()
+) -> pa.Table:
+    """Returns a row for each user or item, by their ids: `id`, `f0`, `f1` ... for features, `rows`, and the figures.
+
+    If an id has several values of a feature, it gets the largest one.
+    """
+    groups = rows.groupBy(names.column(name).cast(id_type(names, name)).alias("id"))
+    largest = [F.max(names.column(feature).cast("double")).alias(f"f{index}") for index, feature in enumerate(features)]
+    table = table_of(groups.agg(*largest, F.count(F.lit(1)).alias("rows"), *figures))
+    check_rows(table.num_rows)
+    return table.sort_by("id")
+
+
+def _id_structs(table: pa.Table, name: str, features: Sequence[str]) -> pa.StructArray:
+    """Returns ids and features, from the columns that `_grouped_by_id` returns, as structs with the users' names."""
+    columns = ["id", *(f"f{index}" for index in range(len(features)))]
+    return structs(table.select(columns), [name, *features])
+
+
+def _rare_rows(table: pa.Table) -> int:
+    """Returns the number of rows whose user or item has too few rows to hold some out."""
+    is_rare = pc.less(table["rows"], _FEWEST_ROWS)
+    return pc.sum(table["rows"].filter(is_rare)).as_py() or 0  # A sum of nothing is null.
+
+
+def _moments(rows: Any, means: Any, variances: Any) -> tuple[float, float]:
+    """Returns mean and standard deviation of all ratings, from the number, mean and variance of each group's ratings.
+
+    The last digits, which depend on the order in which Spark adds up, are left out.
+    """
+    mean = np.average(means, weights=rows)
+    variance = np.average(variances + np.square(means - mean), weights=rows)
+    return float(f"{mean:.8g}"), float(f"{variance**0.5:.6g}")

@@ -13,7 +13,7 @@ __all__ = ["RankingMetrics", "ranking_metrics"]
 
 
 class RankingMetrics(NamedTuple):
-    """Means over users, each as Spark's `RankingEvaluator` defines it.
+    """Metrics, each of which is a mean over users as Spark's `RankingEvaluator` defines it.
 
     Attributes:
         ndcgAtK: Normalised discounted cumulative gain of the lists.
@@ -29,17 +29,28 @@ class RankingMetrics(NamedTuple):
 
 
 def ranking_metrics(lists: DataFrame, user: str, item: str, k: int) -> RankingMetrics:
-    """Compares the `k` items of each row's `recommendations`, structs with `item`, with its array `relevant`.
+    """Compares the `k` recommended items of each user with the relevant ones.
 
-    A `ColumnError` says that there are no rows, each of which is one of `user`.
+    Args:
+        lists: A row for each user: `recommendations`, an array of structs with the field `item`, and `relevant`, an
+            array of items.
+        user: The column of users, which the error names.
+        item: The field of `recommendations` that has the items.
+        k: The number of recommendations.
+
+    Raises:
+        ColumnError: There are no rows.
     """
     hits = F.transform(F.col("recommendations"), lambda entry: F.array_contains("relevant", entry[item]))
-    right = _sum(F.transform(hits, lambda hit: hit.cast("double")))
+    hit_count = _sum(F.transform(hits, lambda hit: hit.cast("double")))
     gains = F.transform(hits, lambda hit, position: F.when(hit, _gain(position)).otherwise(0.0))
-    last = F.least(F.size("relevant"), F.lit(k)) - 1
-    ideal = F.transform(F.sequence(F.lit(0), last), _gain)
-    means = (_sum(gains) / _sum(ideal), right / k, right / F.size("relevant"))
-    metrics = RankingMetrics(*lists.agg(*map(F.avg, means), F.count(F.lit(1))).collect()[0])
+    last_position = F.least(F.size("relevant"), F.lit(k)) - 1
+    ideal_gains = F.transform(F.sequence(F.lit(0), last_position), _gain)
+    ndcg = _sum(gains) / _sum(ideal_gains)
+    precision = hit_count / k
+    recall = hit_count / F.size("relevant")
+    (row,) = lists.agg(F.avg(ndcg), F.avg(precision), F.avg(recall), F.count(F.lit(1))).collect()
+    metrics = RankingMetrics(*row)
     what = f"column {user!r} has no user that the fit had, with an item to compare with"
     refuse_rows((not metrics.users, user, what, "check the filter, and that ids are those of the fit", "ST-NO-ROWS"))
     return metrics
@@ -50,4 +61,5 @@ def _sum(values: Column) -> Column:
 
 
 def _gain(position: Column) -> Column:
+    """Returns the gain of a relevant item at a position, which counts from 0."""
     return F.lit(1.0) / F.log2(position + 2)

@@ -1,4 +1,4 @@
-"""Pairs of users and items: what is known of both, as a `preprocess`; their network, and its loss."""
+"""The recommender's `preprocess`, which makes indices and features from ids, its network, and its loss."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ __all__ = ["IdIndex", "PairLoss", "Pairs", "Towers"]
 
 Int64 = npt.NDArray[np.int64]
 
-_USUAL_ROWS = 20  # A user of so many rows has the whole penalty in each, where its rows are one sample.
+# If samples are users, the rows of a user with this number of rows have the whole penalty; see `Towers`.
+_USUAL_ROWS = 20
 
 
 class IdIndex:
-    """Users, or items, of which a table has the id in its first column, and features, numbers, in the others.
+    """Looks up users or items by their ids.
 
     Attributes:
-        ids: The ids: strings or whole numbers. An id's index is its position among them.
-        features: Their features less the mean, in units of the standard deviation, float32 of shape `(ids, features)`.
+        ids: The ids: strings or whole numbers. The index of an id is the position that it has here.
+        features: The features less their mean, divided by their standard deviation, float32 of shape `(ids, features)`.
     """
 
     def __init__(self, table: pa.StructArray) -> None:
-        """Sorts the ids for look-ups; a string is known by a hash of 64 bits."""
+        """Sorts the ids; `table` has the id as its first field, and numbers, the features, as others."""
         self.ids, *columns = table.flatten()
         self._names = [field.name for field in table.type][1:]
         keys = self._keys(self.ids)
@@ -49,6 +50,7 @@ class IdIndex:
         self.features = self._standardised(values)
 
     def _keys(self, ids: pa.Array) -> npt.NDArray[Any]:
+        """Returns the numbers that are looked up: whole numbers themselves, and hashes of strings, of 64 bits."""
         if pa.types.is_integer(self.ids.type):
             numbers: npt.NDArray[Any] = ids.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
             return numbers
@@ -60,32 +62,39 @@ class IdIndex:
         return scaled
 
     def indices(self, ids: pa.Array) -> Int64:
-        """Returns the index of each id, int64 of shape `(rows,)`; -1 for null, and for one that is not known."""
+        """Returns the index of each id, int64 of shape `(rows,)`; -1 for null, and for an unknown id."""
         keys = self._keys(ids)
         nearest = np.searchsorted(self._sorted, keys).clip(max=len(self._sorted) - 1)
         is_known = (self._sorted[nearest] == keys) & ids.is_valid().to_numpy(zero_copy_only=False)
         return np.where(is_known, self._order[nearest], -1)
 
     def features_of(self, indices: Int64, columns: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-        """Returns the features of indices, of shape `(*indices.shape, features)`; those of unknown ids by `columns`."""
+        """Returns features of shape `(*indices.shape, features)`.
+
+        Args:
+            indices: The indices of ids, of shape `(rows,)`, or `(rows, items)` with the row's own item first.
+            columns: The columns by name, which have the features of the row's own id where it is unknown.
+        """
         features = self.features[indices]
-        is_new = (indices if indices.ndim == 1 else indices[:, 0]) < 0
-        if self._names and is_new.any():
-            rows = np.stack([np.asarray(columns[name])[is_new] for name in self._names], axis=1)
-            (features if indices.ndim == 1 else features[:, 0])[is_new] = self._standardised(rows)
+        has_items_axis = indices.ndim > 1
+        is_unknown = (indices[:, 0] if has_items_axis else indices) < 0
+        if self._names and is_unknown.any():
+            raw = np.stack([np.asarray(columns[name])[is_unknown] for name in self._names], axis=1)
+            features_of_row = features[:, 0] if has_items_axis else features  # It shares its memory with `features`.
+            features_of_row[is_unknown] = self._standardised(raw)
         return features
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A `preprocess` that makes indices and features of the columns of a user and an item.
+    """A `preprocess` that makes indices and features from the columns of users and items.
 
     Attributes:
         user: The column of users.
         item: The column of items.
-        users: The known users: structs of the id and of each feature, by the name of its column.
+        users: The known users: structs with the id and the features as fields, named as the columns are.
         items: The known items, likewise.
-        negatives: Number of other items that are drawn for each row.
+        negatives: The number of other items that are drawn for each row.
         seed: Seed of the draws.
     """
 
@@ -107,39 +116,46 @@ class Pairs:
         return IdIndex(self.items)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            field.name: getattr(self, field.name) for field in fields(self)
-        }  # What look-ups need is left out, and made anew.
+        # The indices are not pickled: they can be computed from the other attributes.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
-        """Returns `user`, int64 of shape `(rows,)`, and `item`; and both's features, if one of them has any.
+        """Returns the indices `user` and `item`, int64, and `user_features` and `item_features`, float32.
 
-        `item` has the shape `(rows,)`, or with `negatives`, `(rows, 1 + negatives)`: the row's own item first. Features
-        have one axis more, and are float32.
+        `user` and `item` have the shape `(rows,)`. With `negatives`, `item` has the shape `(rows, 1 + negatives)`, and
+        the row's own item comes first. Features have another axis behind these. They are left out if neither users nor
+        items have any.
         """
-        users, items = self.user_index, self.item_index
-        user, item = users.indices(pa.array(columns[self.user])), items.indices(pa.array(columns[self.item]))
+        users = self.user_index
+        items = self.item_index
+        user = users.indices(pa.array(columns[self.user]))
+        item = items.indices(pa.array(columns[self.item]))
         if self.negatives:
-            item = np.concatenate([item[:, None], self._drawn(user, item, epoch)], axis=1)
+            item = np.concatenate([item[:, None], self._draw_negatives(user, item, epoch)], axis=1)
         tensors = {"user": torch.from_numpy(user), "item": torch.from_numpy(item)}
         if users.features.size or items.features.size:
             tensors["user_features"] = torch.from_numpy(users.features_of(user, columns))
             tensors["item_features"] = torch.from_numpy(items.features_of(item, columns))
         return tensors
 
-    def _drawn(self, user: Int64, item: Int64, epoch: int | None) -> Int64:
-        """Draws other items for each row, uniformly, by a hash of the row and the epoch: the same in any rank."""
+    def _draw_negatives(self, user: Int64, item: Int64, epoch: int | None) -> Int64:
+        """Draws other items for each row, uniformly and by a hash of row and epoch, so that all ranks draw the same.
+
+        Returns the indices of the items, of shape `(rows, negatives)`.
+        """
         count = len(self.items)
-        base = mix_words(self.seed, -1 if epoch is None else epoch, user, item)
-        # Each row has a base of its own, where the function's type names a single one.
-        draws = mix_positions(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]
-        return (item[:, None] + 1 + (draws % np.uint64(max(1, count - 1))).astype(np.int64)) % count
+        hash_of_row = mix_words(self.seed, -1 if epoch is None else epoch, user, item)
+        # `mix_positions` is typed for one hash, and takes an array of them as well.
+        draws = mix_positions(hash_of_row[:, None], np.arange(self.negatives))  # type: ignore[arg-type]
+        # An offset from 1 to `count - 1` leads to another item, never back to the row's own.
+        offsets = 1 + (draws % np.uint64(max(1, count - 1))).astype(np.int64)
+        return (item[:, None] + offsets) % count
 
 
 class Towers(nn.Module):
-    """Scores of pairs: the product of a vector of the user and one of the item, a bias of each, and a constant.
+    """Scores pairs: the product of the user's vector and the item's vector, plus both biases, plus a constant.
 
-    A vector is that of the id in a table, plus what layers make of the features, if there are any.
+    A vector comes from a table, by the id. If there are features, the outputs of layers for them are added to it.
     """
 
     def __init__(
@@ -161,24 +177,25 @@ class Towers(nn.Module):
         Args:
             users: Number of users.
             items: Number of items.
-            rank: Number of elements of a vector.
+            rank: Number of elements of a vector, without its bias.
             mean: The constant.
             user_features: Number of features of a user.
             item_features: Number of features of an item.
             hidden: Sizes of the hidden layers over features.
-            sparse: Whether the gradients of the tables are sparse; with `ranks_all`, that of the users alone.
-            user_bias: Whether users have a bias. Where items are ranked, it counts for nothing, and its gradients are
-                rounding errors, of which Adagrad would make large steps.
-            scale: The factor of products and biases, so that these do not depend on the unit of ratings.
+            sparse: Whether the gradients of the tables are sparse. With `ranks_all`, only the users' are.
+            user_bias: Whether users have a bias. Where items are ranked, it has no effect, and its gradients are
+                rounding errors, with which Adagrad would take large steps.
+            scale: The factor of products and biases, which makes these independent of the unit of ratings.
             ranks_all: Whether each step reaches all items, as the cross-entropy over all of them does.
         """
         super().__init__()
-        self.mean, self.scale, self.user_bias = mean, scale, user_bias
+        self.mean = mean
+        self.scale = scale
+        self.user_bias = user_bias
         self.users = _Table(users, rank + 1, sparse=sparse)
         self.items = _Table(items, rank + 1, sparse=sparse and not ranks_all)
-        self.user_layers, self.item_layers = (
-            perceptron(features, hidden, rank + 1) if features else None for features in (user_features, item_features)
-        )
+        self.user_layers = perceptron(user_features, hidden, rank + 1) if user_features else None
+        self.item_layers = perceptron(item_features, hidden, rank + 1) if item_features else None
 
     def user_vectors(self, user: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         """Returns vectors of users with their biases at the end, of shape `(*user.shape, rank + 1)`."""
@@ -201,22 +218,28 @@ class Towers(nn.Module):
     ) -> Any:
         """Returns the score of each pair, of the shape of `item`, `(rows,)` or `(rows, items)`.
 
-        NaN is the score of an id -1 without features. If `penalised`, its vector is zero instead; then scores are
-        returned with the sum of squares of both vectors of each row and its first item. With a `catalogue`, the
-        features of all items, the cross-entropy of the row's item among all of them is returned in place of scores.
+        - An unknown id, -1, has a score only if it has features; otherwise the score is NaN.
+        - With `penalised`, the vector of an unknown id is zero instead. The scores come with another tensor, of shape
+          `(rows,)`: the sum of the squares of the user's vector and the row's own item's.
+        - With a `catalogue`, the features of all items, scores are replaced by the cross-entropy of the row's item
+          among all items, which comes with the same sum of squares.
         """
         if catalogue is not None:
             return self._cross_entropy(user, item, user_features, item_features, catalogue)
-        user_vectors, item_vectors = self.user_vectors(user, user_features), self.item_vectors(item, item_features)
+        has_items_axis = item.dim() > 1
+        user_vectors = self.user_vectors(user, user_features)
+        item_vectors = self.item_vectors(item, item_features)
         products = torch.einsum("r...d,rd->r...", item_vectors[..., :-1], user_vectors[:, :-1])
-        biases = (user_vectors[:, -1] if item.dim() == 1 else user_vectors[:, -1:]) + item_vectors[..., -1]
+        biases = (user_vectors[:, -1:] if has_items_axis else user_vectors[:, -1]) + item_vectors[..., -1]
         scores = self.scale * (products + biases) + self.mean
         if penalised:
-            first = item_vectors if item.dim() == 1 else item_vectors[:, 0]
-            return scores, user_vectors.square().sum(1) + first.square().sum(1)
-        new_user = (user < 0) if self.user_layers is None else torch.zeros_like(user, dtype=torch.bool)
-        new_item = (item < 0) if self.item_layers is None else torch.zeros_like(item, dtype=torch.bool)
-        return scores.masked_fill((new_user if item.dim() == 1 else new_user[:, None]) | new_item, math.nan)
+            first_item_vectors = item_vectors[:, 0] if has_items_axis else item_vectors
+            return scores, user_vectors.square().sum(1) + first_item_vectors.square().sum(1)
+        lacks_user_vector = (user < 0) if self.user_layers is None else torch.zeros_like(user, dtype=torch.bool)
+        lacks_item_vector = (item < 0) if self.item_layers is None else torch.zeros_like(item, dtype=torch.bool)
+        if has_items_axis:
+            lacks_user_vector = lacks_user_vector[:, None]
+        return scores.masked_fill(lacks_user_vector | lacks_item_vector, math.nan)
 
     def _cross_entropy(
         self,
@@ -226,16 +249,18 @@ class Towers(nn.Module):
         item_features: torch.Tensor | None,
         catalogue: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cross-entropy of each row's item among all items, and the squares as `forward`.
+        """Returns the cross-entropy of each row's item among all items, and the sum of squares as `forward` does.
 
-        All items are scored once for each run of rows of a user. The more rows a user has, the less its squares count
-        in each: in all of them together, they count as the square root of their number.
+        The rows of a user follow each other: all items are scored once for each such run of rows. The more rows a user
+        has, the smaller is the part of its squares that each row gets: all rows together get as many as the square root
+        of their number says.
         """
         _, run, counts = torch.unique_consecutive(user, return_inverse=True, return_counts=True)
         first_rows = counts.cumsum(0) - counts
         user_vectors = self.user_vectors(user[first_rows], None if user_features is None else user_features[first_rows])
         all_vectors = self.item_vectors(torch.arange(len(catalogue), device=user.device), catalogue)
         chosen_vectors = self.item_vectors(item, item_features)
+        # The logarithm of a sum over all items normalises the scores.
         log_sum = torch.addmm(all_vectors[:, -1], user_vectors[:, :-1], all_vectors[:, :-1].T).logsumexp(1)
         scores = (user_vectors[run, :-1] * chosen_vectors[:, :-1]).sum(1) + chosen_vectors[:, -1]
         user_squares = user_vectors.square().sum(1) * (_USUAL_ROWS / counts).sqrt()
@@ -245,6 +270,7 @@ class Towers(nn.Module):
 def _vectors(
     table: nn.Embedding, layers: nn.Module | None, index: torch.Tensor, features: torch.Tensor | None
 ) -> torch.Tensor:
+    """Returns vectors with biases, to which layers add their outputs for features; an unknown id has zeros."""
     vectors = table(index.clamp(min=0)) * (index >= 0).unsqueeze(-1)
     with_features: torch.Tensor = vectors if layers is None else vectors + layers(features)
     return with_features
@@ -262,16 +288,19 @@ class _Table(nn.Embedding):
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The loss of `Towers`, as a training step: the squared error, or the cross-entropy of the row's item.
+    """A training step with the loss of `Towers`: the squared error, or the cross-entropy of the row's own item.
 
-    The cross-entropy is that among all items of the `catalogue`. Without one, it is estimated by the items that were
-    drawn: each stands for `(items - 1) / negatives`. Source: Blanc and Rendle, "Adaptive sampled softmax with kernel
-    based sampling", ICML 2018, section 2.2. Where samples are groups, those of a user, the label is the rating.
+    - With a `catalogue`, the cross-entropy is over all items.
+    - Without a `catalogue`, it is estimated from the items that were drawn, each of which stands for
+      `(items - 1) / negatives` items. Source: Blanc and Rendle, "Adaptive sampled softmax with kernel based sampling",
+      ICML 2018, section 2.2.
+    - If samples are groups, each with the rows of a user, the label is the rating.
 
     Attributes:
         items: Number of items to choose from; `None` for the squared error.
         penalty: Factor of the sum of squares of a row's vectors.
-        scale: The factor of products and biases, whose square makes the penalty one of the unit of squared errors.
+        scale: The factor of products and biases. The penalty is multiplied by its square, and so has the unit of
+            squared errors.
         alpha: What a unit of `log(1 + rating)` adds to the weight of a row in its group.
         catalogue: Features of all items, float32 of shape `(items, features)`.
     """
@@ -283,7 +312,7 @@ class PairLoss:
     catalogue: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
     def __call__(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns the loss of each row, or the mean of each group, in evaluation without the penalty."""
+        """Returns the loss of each row, or the mean of each group. In evaluation, losses have no penalty."""
         if self.catalogue is not None:
             catalogue = torch.from_numpy(self.catalogue).to(batch.inputs[0].device)
             losses, squares = module(*batch.inputs, catalogue=catalogue)
@@ -292,19 +321,27 @@ class PairLoss:
             losses = self._losses(scores, batch)
         if module.training:
             losses = losses + self.penalty * self.scale**2 * squares
-        return losses if batch.sizes is None else self._of_groups(losses, batch.sizes, batch.label)
+        return losses if batch.sizes is None else self._group_means(losses, batch.sizes, batch.label)
 
     def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Returns squared errors, or estimates of cross-entropies; the first score of a row is for its own item."""
         if self.items is None:
             assert batch.label is not None
             return (scores - batch.label).square()
-        stands_for = math.log(max(1, self.items - 1) / (scores.shape[1] - 1))
-        return torch.cat([scores[:, :1], scores[:, 1:] + stands_for], 1).logsumexp(1) - scores[:, 0]
+        negatives = scores.shape[1] - 1
+        log_weight = math.log(max(1, self.items - 1) / negatives)
+        return torch.cat([scores[:, :1], scores[:, 1:] + log_weight], 1).logsumexp(1) - scores[:, 0]
 
-    def _of_groups(self, losses: torch.Tensor, sizes: torch.Tensor, ratings: torch.Tensor | None) -> torch.Tensor:
-        """Returns the mean of each group, weighted as `confidence`."""
+    def _group_means(self, losses: torch.Tensor, sizes: torch.Tensor, ratings: torch.Tensor | None) -> torch.Tensor:
+        """Returns the weighted mean of each group: `1 + alpha * log(1 + rating)` is a row's weight, 0 without a rating.
+
+        Without ratings, all rows have the same weight.
+        """
         group = torch.arange(len(sizes)).repeat_interleave(sizes).to(losses.device)
-        weights = torch.ones_like(losses) if ratings is None else (1 + self.alpha * ratings.log1p()) * (ratings > 0)
-        weighted = torch.stack([losses * weights, weights], 1)
-        total, weight = losses.new_zeros(len(sizes), 2).index_add(0, group, weighted).unbind(1)
+        weights = torch.ones_like(losses)
+        if ratings is not None:
+            weights = (1 + self.alpha * ratings.log1p()) * (ratings > 0)
+        terms = torch.stack([losses * weights, weights], 1)
+        total, weight = losses.new_zeros(len(sizes), 2).index_add(0, group, terms).unbind(1)
+        # A group in which no row has a weight has the mean 0.
         return total / weight.clamp(min=torch.finfo(weight.dtype).tiny)

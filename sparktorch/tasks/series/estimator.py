@@ -1,4 +1,4 @@
-"""The estimator of series: it trains on windows of their rows, and `ForecastingModel` forecasts with it."""
+"""The estimator of series: it trains a module on windows of rows, with which `ForecastingModel` forecasts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
 from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
 from sparktorch.tasks.series.params import ForecasterParams
-from sparktorch.tasks.series.season import context_for, learned_season, longest_context, middle_length
-from sparktorch.tasks.shared.estimator import LearningEstimator
+from sparktorch.tasks.series.season import context_for, learn_season, longest_context, middle_length
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.tasks.shared.layers import UNTRAINED
+from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ __all__ = ["Forecaster"]
 # The network of series starts from a seasonal forecast, which is better than what a few windows teach.
 SERIES = TaskSettings(largest_batch=256, least_steps=1_000, rows_per_epoch=50, least_trained=10, least_held_out=1)
 
-# The columns of windows, which are arrays; messages name them.
+# The columns of arrays from which ranks cut windows. Messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
-# A training that goes on from a fitted model has the same values of these.
-_KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")
+# A training that goes on from a fitted model must have the model's values of these Params.
+_MODEL_PARAMS = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")
 _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
     *("context", "horizon", "season"),
@@ -55,10 +55,14 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     The rows of a series have the same value in `groupCol` (without it, all rows are one series), and are ordered by
     `orderCol`, in even steps. By default, it trains a network that starts from a seasonal forecast, and learns what
-    that misses. A module of one's own gets `past`, float32 of shape `(samples, context, columns)`, whose columns are
-    the target, `pastCols` and `futureCols`; then, if there are such columns, `futureCols` of the horizon, `(samples,
-    horizon, columns)`; then `staticCols`, `(samples, columns)`, with a vector for a string or a boolean. It returns
-    `(samples, horizon)` or, with `quantiles`, `(samples, horizon, quantiles)`.
+    the forecast misses.
+
+    A module of your own gets these tensors, float32, and returns `(samples, horizon)` or, with `quantiles`, `(samples,
+    horizon, quantiles)`:
+
+    - `past`, of shape `(samples, context, columns)`: the target, `pastCols` and `futureCols`;
+    - if there are `futureCols`, their values in the horizon, of shape `(samples, horizon, columns)`;
+    - if there are `staticCols`, their values, of shape `(samples, columns)`, with a vector for a string or a boolean.
 
     Example:
         >>> rows = [(shop, day, float(10 * shop + day % 7)) for shop in (1, 2) for day in range(60)]
@@ -88,56 +92,66 @@ class Forecaster(LearningEstimator, ForecasterParams):
     @property
     def _task_settings(self) -> TaskSettings:
         p = Values(self)
-        starts = p.trained is not None or _starts_from_season(p)
-        return SERIES if starts else replace(SERIES, rows_per_epoch=None)  # Random weights need their steps.
+        if p.trained is not None or _starts_from_season(p):
+            return SERIES
+        return replace(SERIES, rows_per_epoch=None)  # Random weights need all steps, however few the rows are.
 
     @property
     def _validates_untrained(self) -> bool:
-        """Whether best weights are kept, of a network that has a forecast to start from."""
+        """Whether the weights from before the first step are validated, too.
+
+        They are if a network starts from a seasonal forecast and the best weights are kept: the start may be the best.
+        """
         p = Values(self)
         params = p["moduleParams"] if p.trained is None else p.trained.params
-        default = is_object(params.get("module"), SeriesNetwork)
-        return default and params.get("season") is not None and p["earlyStoppingPatience"] is not None
+        is_default_network = is_object(params.get("module"), SeriesNetwork)
+        return is_default_network and params.get("season") is not None and p["earlyStoppingPatience"] is not None
 
     def completed(self) -> Self:
-        """Returns a copy with the Params that follow from those of windows: inputs, module and training step."""
-        estimator, p = super().completed(), Values(self)
+        """Returns a copy with the Params that follow from the windows: inputs, module and training step."""
+        estimator = super().completed()
+        p = Values(self)
         if p["module"] is SeriesModule:
-            return estimator
+            return estimator  # It is complete.
         check_windows(p)
         _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
-        clash = next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None)
-        if clash is not None:
-            hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
-            raise ConfigError(
-                f"column {clash!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
-            )
+        _check_names_of_keys(p)
         scaling = None if p["scaling"] == "none" else "window"
-        training: dict[str, Any] = {"inputCols": [name for name, columns in _inputs(p).items() if columns]}
         _, deviation = self._figures_of(p["labelCol"])
         if p.trained is not None:
-            _check_kept(p, p.trained)
+            _check_model_params(p, p.trained)
             deviation = p.trained.params.get("deviation", 1.0)
+        params: dict[str, Any] = {"inputCols": [name for name, columns in _inputs(p).items() if columns]}
         if p["trainingStep"] is None:
-            loss, params = p["loss"], p["lossParams"]
+            loss = p["loss"]
+            loss_params = p["lossParams"]
             if p["quantiles"]:
-                loss, params = QuantileLoss, {"quantiles": p["quantiles"]}
-            training["trainingStep"] = SeriesStep(loss, params, scaling, deviation)
+                loss = QuantileLoss
+                loss_params = {"quantiles": p["quantiles"]}
+            params["trainingStep"] = SeriesStep(loss, loss_params, scaling, deviation)
+        if p.trained is None:
+            params["module"] = SeriesModule
+            params["moduleParams"] = self._module_params(scaling, deviation)
         estimator = estimator.copy()
-        for name in ("loss", "lossParams"):
+        for name in ("loss", "lossParams"):  # The training step has the loss.
             estimator.clear(estimator.getParam(name))
-        if p.trained is not None:
-            return estimator._set(**training)
-        return estimator._set(**training, module=SeriesModule, moduleParams=self._network(scaling, deviation))
+        return estimator._set(**params)
 
-    def _network(self, scaling: str | None, deviation: float) -> dict[str, Any]:
-        """Returns the arguments of `SeriesModule`, as far as they are known."""
+    def _module_params(self, scaling: str | None, deviation: float) -> dict[str, Any]:
+        """Returns the arguments of `SeriesModule`, with defaults for what is not learned yet."""
         p = Values(self)
-        module, season, network_params = p["module"] or SeriesNetwork, p["season"], p["moduleParams"]
+        module = p["module"] or SeriesNetwork
+        season = p["season"]
+        network_params = p["moduleParams"]
         if _starts_from_season(p):
-            best_season, start = (1, {}) if self._learned is None else (self._learned.season, self._learned.start)
-            season, network_params = season or best_season, {**start, **network_params}
+            best_season: int | None = 1
+            start: dict[str, float] = {}
+            if self._learned is not None:
+                best_season = self._learned.season
+                start = self._learned.start
+            season = season or best_season
+            network_params = {**start, **network_params}
         params = {
             "module": import_path(module) or module,
             "params": network_params,
@@ -150,131 +164,151 @@ class Forecaster(LearningEstimator, ForecasterParams):
         }
         if self._learned is not None and any(values is not None for values in self._learned.categories):
             params["categories"] = self._learned.categories
-        # Checkpoints compare these as text, in this order.
+        # Checkpoints compare the Params as text, and so the order of the keys must not change.
         for kind in ("past", "future", "static"):
             params[kind] = [self._figures_of(name) for name in p[f"{kind}Cols"]]
         return params
 
     def _figures_of(self, column: str) -> tuple[float, float]:
-        """Returns mean and standard deviation of a column; 0 and 1 before they are learned, and of categories."""
+        """Returns mean and standard deviation of a column; 0 and 1 for categories, and before anything is learned."""
         return (0.0, 1.0) if self._learned is None else self._learned.figures.get(column, (0.0, 1.0))
 
     def _task_training(self) -> TaskTraining:
         return TaskTraining(window=self._window(), validates_untrained=self._validates_untrained)
 
     def _window(self) -> Window:
+        """Returns the windows of a series that are samples."""
         p = Values(self)
-        ahead = (1,) if p["futureCols"] else ()
-        order = None if self._learned is None else self._learned.order
-        context = p["context"] or max(2, p["horizon"])  # The rows say later which context is chosen.
-        return Window(context=context, horizon=p["horizon"], step=p["step"], known_ahead=ahead, even=order)
+        return Window(
+            context=p["context"] or max(2, p["horizon"]),  # A context that is not set is chosen once there are rows.
+            horizon=p["horizon"],
+            step=p["step"],
+            known_ahead=(1,) if p["futureCols"] else (),  # This is the index of the input that is known ahead.
+            even=None if self._learned is None else self._learned.order,
+        )
 
     def _learn(self, dataset: DataFrame) -> LearnedSeries:
         p = Values(self)
         return learn_series(dataset, ColumnNames.of(dataset), p, starts_from_season=_starts_from_season(p))
 
     def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        """Chooses the context where none is set, and then learns of the rows."""
-        p, estimator, names = Values(self), self, ColumnNames.of(dataset)
-        if p["context"] is None and p.trained is not None:
-            estimator = self.copy()._set(context=Values(p["module"])["context"])
-        elif p["context"] is None:
+        """Chooses the context if none is set, and then learns from the rows."""
+        p = Values(self)
+        if p["context"] is not None:
+            return super()._learn_and_hold_out(dataset)
+        estimator = self.copy()
+        if p.trained is not None:
+            estimator._set(context=Values(p["module"])["context"])
+        else:
+            names = ColumnNames.of(dataset)
             check_columns(dataset, names, p)
-            estimator = self.copy()
-            estimator._chose_context = True
-            rows, season = middle_length(self._lengths(dataset)), p["season"] or 1
+            rows = middle_length(self._lengths(dataset))
+            season = p["season"] or 1
             if p["season"] is None and _starts_from_season(p):
-                season = learned_season(dataset, names, p, longest_context(rows, p["horizon"]))
+                season = learn_season(dataset, names, p, longest_context(rows, p["horizon"]))
             estimator._set(context=context_for(rows, p["horizon"], season))
+            estimator._chose_context = True
         return super(Forecaster, estimator)._learn_and_hold_out(dataset)
 
     def _chosen(self) -> dict[str, Any]:
         fields = super()._chosen()
         if self._chose_context:
             fields["settings"] = {"context": Values(self)["context"], **fields.get("settings", {})}
-        if Values(self).trained is not None:  # The first validation is that of the trained model.
+        if Values(self).trained is not None:
+            # The first validation, of the fitted model, is what the training has to improve on.
             fields["baseline"] = {}
         return fields
 
     def _knowing(self, other: Any) -> Self:
-        estimator, p = self, Values(other)
-        learned = isinstance(other, Forecaster) and other._has_learned and not self._has_learned
-        if learned and Values(self)["context"] is None:
-            estimator = self.copy()._set(context=p["context"])
+        """Returns the estimator with what another one has learned, and with the context that it has chosen."""
+        estimator = self
+        takes_statistics = isinstance(other, Forecaster) and other._has_learned and not self._has_learned
+        if takes_statistics and Values(self)["context"] is None:
+            estimator = self.copy()._set(context=Values(other)["context"])
             estimator._chose_context = other._chose_context
         return super(Forecaster, estimator)._knowing(other)
 
     def _mark_held_out(
         self, dataset: DataFrame, names: ColumnNames, share: float
     ) -> tuple[DataFrame, tuple[int, int] | None]:
-        """Marks the last rows of each series, and counts its windows."""
-        p, window = Values(self), self._window()
+        """Marks the last rows of each series, and counts the windows that train and that are held out."""
+        p = Values(self)
+        window = self._window()
         check_columns(dataset, names, p)
         lengths = self._lengths(dataset)
-        windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
+        windows = _count_windows(lengths, window)
         if lengths and not windows:
             longest = counted(max(length for length, _ in lengths), "row", "rows")
             what = f"no group has {window.rows} rows, those of a window; the longest has {longest}"
             hint = f"a window has context + horizon rows, {window.context} + {window.horizon}: set a smaller one"
             raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
         most = MOST_HELD_OUT / max(1, windows)
-        few = self._asks_for_validation
-        held_out = [(windows_held_out(length, window, share, most, few=few), series) for length, series in lengths]
-        trained = sum(windows_of[0] * series for windows_of, series in held_out)
-        validated = sum(windows_of[1] * series for windows_of, series in held_out)
-        last_rows = {length: windows_of[2] for (windows_of, _), (length, _) in zip(held_out, lengths, strict=True)}
+        trained = 0
+        held_out = 0
+        marks_by_length: dict[int, int] = {}
+        for length, series_count in lengths:
+            split = windows_held_out(length, window, share, most, few=self._asks_for_validation)
+            trained += split.trained * series_count
+            held_out += split.held_out * series_count
+            marks_by_length[length] = split.marked_rows
         if p["groupCol"]:
-            return self._last_of_series(dataset, names, last_rows), (trained, validated)
-        return self._last_rows(dataset, names, next(iter(last_rows.values()), 0)), (trained, validated)
+            return self._mark_last_of_series(dataset, names, marks_by_length), (trained, held_out)
+        marks = next(iter(marks_by_length.values()), 0)  # Without groups, all rows are one series.
+        return self._mark_last_rows(dataset, names, marks), (trained, held_out)
 
-    def _last_rows(self, dataset: DataFrame, names: ColumnNames, count: int) -> DataFrame:
+    def _mark_last_rows(self, dataset: DataFrame, names: ColumnNames, count: int) -> DataFrame:
         """Marks the last rows of one series, without a window function, which would warn that it has no partitions."""
-        order, first = names.column(self.getOrderCol()), f"{self._marks}_first"
         if not count:
             return dataset.withColumn(self._marks, F.lit(False))
-        last = dataset.select(order.alias(first)).orderBy(F.desc(first)).limit(count).agg(F.min(first).alias(first))
-        marked = dataset.crossJoin(F.broadcast(last))
-        return marked.withColumn(self._marks, F.coalesce(order >= F.col(first), F.lit(False))).drop(first)
+        order = names.column(self.getOrderCol())
+        first = f"{self._marks}_first"
+        last_rows = dataset.select(order.alias(first)).orderBy(F.desc(first)).limit(count)
+        with_first = dataset.crossJoin(F.broadcast(last_rows.agg(F.min(first).alias(first))))
+        return with_first.withColumn(self._marks, F.coalesce(order >= F.col(first), F.lit(False))).drop(first)
 
-    def _last_of_series(self, dataset: DataFrame, names: ColumnNames, last_rows: Mapping[int, int]) -> DataFrame:
+    def _mark_last_of_series(
+        self, dataset: DataFrame, names: ColumnNames, marks_by_length: Mapping[int, int]
+    ) -> DataFrame:
         """Marks the last rows of each series; how many follows from the number of its rows."""
-        marks = pa.table(
+        table = pa.table(
             {
-                "length": pa.array(list(last_rows), pa.int64()),
-                "marks": pa.array(list(last_rows.values()), pa.int64()),
+                "length": pa.array(list(marks_by_length), pa.int64()),
+                "marks": pa.array(list(marks_by_length.values()), pa.int64()),
             }
         )
         series = Rows.partitionBy(names.column(self.getGroupCol()))
-        position, length = f"{self._marks}_position", f"{self._marks}_length"
+        rows_back = f"{self._marks}_position"  # The last row of a series has 1.
+        length = f"{self._marks}_length"
         rows = dataset.select(
             "*",
-            F.row_number().over(series.orderBy(names.column(self.getOrderCol()).desc())).alias(position),
+            F.row_number().over(series.orderBy(names.column(self.getOrderCol()).desc())).alias(rows_back),
             F.count(F.lit(1)).over(series).alias(length),
         )
-        marks_by_length = F.broadcast(frame_of_rows(dataset.sparkSession, marks).toDF(length, self._marks))
-        rows = rows.join(marks_by_length, length, "left").withColumn(self._marks, F.col(position) <= F.col(self._marks))
-        return rows.drop(position, length)
+        marks = F.broadcast(frame_of_rows(dataset.sparkSession, table).toDF(length, self._marks))
+        rows = rows.join(marks, length, "left").withColumn(self._marks, F.col(rows_back) <= F.col(self._marks))
+        return rows.drop(rows_back, length)
 
     @property
     def _why_none_are_held_out(self) -> str:
         return "a series has too few windows"
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
+        """Returns how many windows train; windows for validation are counted where they are marked."""
         marks = Values(self)["validationIndicatorCol"]
-        trained = rows.where(~ColumnNames.of(rows).column(marks)) if marks else rows
-        window = self._window()
-        return sum(windows_held_out(length, window, 0.0)[0] * series for length, series in self._lengths(trained)), 0
+        training_rows = rows.where(~ColumnNames.of(rows).column(marks)) if marks else rows
+        return _count_windows(self._lengths(training_rows), self._window()), 0
 
     def _lengths(self, rows: DataFrame) -> list[tuple[int, int]]:
-        """Returns each number of rows that series have, and how many have it."""
+        """Returns each number of rows that series have, with the number of series that have it."""
         group = Values(self)["groupCol"]
         key = ColumnNames.of(rows).column(group) if group else F.lit(0)
         lengths = rows.groupBy(key.alias("series")).agg(F.count(F.lit(1)).alias("length"))
         return [tuple(row) for row in lengths.groupBy("length").agg(F.count(F.lit(1))).collect()]
 
     def _training_rows(self, dataset: DataFrame) -> DataFrame:
-        """Returns the columns that tell windows apart, and an array for each input."""
-        p, names = Values(self), ColumnNames.of(dataset)
+        """Returns the columns that tell windows apart, the target, and an array of columns for each input."""
+        p = Values(self)
+        names = ColumnNames.of(dataset)
         roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
         assert self._learned is not None
         categories = dict(zip(p["staticCols"], self._learned.categories, strict=True))
@@ -292,12 +326,27 @@ class Forecaster(LearningEstimator, ForecasterParams):
     def _model(self, *parts: Any) -> ForecastingModel:
         """Returns the model, whose inputs are windows, not rows."""
         model: ForecastingModel = super()._model(*parts)
-        trained, window = model.trained, self._window()
-        length = [
-            window.context + (index in window.known_ahead) * window.horizon for index in range(len(trained.inputs))
-        ]
-        inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
+        trained = model.trained
+        window = self._window()
+        inputs = []
+        for index, spec in enumerate(trained.inputs):
+            rows = window.rows if index in window.known_ahead else window.context
+            inputs.append(replace(spec, shape=(rows, *spec.shape)))
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
+
+
+def _count_windows(lengths: Sequence[tuple[int, int]], window: Window) -> int:
+    """Returns the number of windows of all series, if none are held out; `lengths` is as from `_lengths`."""
+    return sum(windows_held_out(length, window, 0.0).trained * series_count for length, series_count in lengths)
+
+
+def _check_names_of_keys(p: Values) -> None:
+    """Refuses columns of series and order that have the name of a column which `evaluate` adds."""
+    for name in (p["groupCol"], p["orderCol"]):
+        if str(name).lower() in COMPARED:
+            hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
+            what = f"column {name!r} would be there twice in the forecasts of evaluate"
+            raise ConfigError(what, hint=hint, code="ST-COLUMN-TAKEN")
 
 
 def _check_training(p: Values) -> None:
@@ -324,11 +373,13 @@ def _check_training(p: Values) -> None:
         )
 
 
-def _check_kept(p: Values, trained: TrainedModule) -> None:
-    """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
+def _check_model_params(p: Values, trained: TrainedModule) -> None:
+    """Refuses windows or columns that differ from a fitted model's: they would be scaled as the model's columns are."""
     model = Values(p["module"])
-    saved = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
-    for name, value in saved.items():
+    model_values = {name: model[name] for name in _MODEL_PARAMS} | {
+        "scaling": trained.params.get("scaling", "window") or "none"
+    }
+    for name, value in model_values.items():
         if p[name] != value and not (name == "context" and p[name] is None):
             what = f"{name} is {p[name]!r}, and {value!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
@@ -346,8 +397,9 @@ def _inputs(p: Values) -> dict[str, list[str]]:
 
 
 def _input(column: Column, categories: Sequence[Any] | None) -> Column:
-    """Returns a column of numbers as it is, and one of categories as the indices that forecasts have for them."""
+    """Returns a column of numbers as it is, and a column of categories as indices, as `category_indices` does."""
     if categories is None:
         return column
     position = F.array_position(F.array(*map(F.lit, categories)), column) if categories else F.lit(0)
+    # `array_position` counts from 1; 0 stands for an unknown category.
     return F.when(column.isNull(), 1).when(position > 0, position + (UNTRAINED - 1)).otherwise(0)

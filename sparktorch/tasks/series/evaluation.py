@@ -1,4 +1,4 @@
-"""The metrics of forecasts of rows that are known: by step of the horizon, and in the mean."""
+"""Metrics that compare forecasts with known rows, for each step of the horizon and as means over all steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["ForecastSummary", "summary_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastSummary:
-    """The metrics of forecasts. Those by step have one value for each row of the horizon.
+    """The metrics of forecasts. A metric by step has one value for each row of the horizon.
 
     Attributes:
-        predictions: A row for each forecast value: the columns of the series and of the order, `cutoff` (the time of
-            the last row that the forecast knows), `step` (from 1 on), `label`, `naive` (the seasonal naive forecast,
-            the value one season before), `scale` and the model's columns. It is not cached: each action on it scores
-            again.
-        numForecasts: Number of forecasts, of all series and origins.
+        predictions: A row for each forecast value, with the columns of the series and of the order, `cutoff` (the time
+            of the last row that the forecast knows), `step` (from 1 on), `label`, `naive` (the seasonal naive forecast,
+            which is the value one season before), `scale` and the model's columns. It is not cached: each action on it
+            scores again.
+        numForecasts: The number of forecasts, of all series and origins.
         meanAbsoluteErrorByStep: The mean of the absolute errors.
         rootMeanSquaredErrorByStep: The root of the mean of the squared errors.
-        meanAbsoluteScaledErrorByStep: The mean of the absolute errors, each divided by `scale`, the mean absolute error
-            of seasonal naive forecasts of the series' rows before. Series without such rows, or whose scale is 0, are
-            left out; NaN if all are.
-        quantileLossByStep: The mean of the pinball losses of all quantiles; without quantiles, that of the median.
+        meanAbsoluteScaledErrorByStep: The mean of the absolute errors, each divided by `scale`. The scale is the mean
+            absolute error of seasonal naive forecasts of the series' rows before the forecast. Series without such
+            rows, or whose scale is 0, are left out; NaN if all are left out.
+        quantileLossByStep: The mean of the pinball losses of all quantiles; without quantiles, of the median's.
         naiveScaledErrorByStep: `meanAbsoluteScaledErrorByStep` of the seasonal naive forecast.
     """
 
@@ -73,16 +73,18 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def summary_of(predictions: DataFrame, prediction: str, quantiles: dict[float, str]) -> ForecastSummary:
-    """Compares forecasts with labels in one job; `quantiles` are the columns of quantiles."""
+    """Compares forecasts with labels in one job; `quantiles` has the column of each quantile."""
     label = F.col("label")
-    error, naive = F.abs(label - quoted(prediction)), F.abs(label - F.col("naive"))
-    losses = [_pinball(label - quoted(name), quantile) for quantile, name in (quantiles or {0.5: prediction}).items()]
+    error = F.abs(label - quoted(prediction))
+    naive_error = F.abs(label - F.col("naive"))
+    columns = quantiles or {0.5: prediction}  # Without quantiles, the forecast is taken as the median.
+    losses = [_pinball(label - quoted(name), quantile) for quantile, name in columns.items()]
     by_step = {
         "meanAbsoluteErrorByStep": F.avg(error),
         "rootMeanSquaredErrorByStep": F.sqrt(F.avg(error * error)),
         "meanAbsoluteScaledErrorByStep": F.avg(error / F.col("scale")),
         "quantileLossByStep": F.avg(sum(losses[1:], losses[0]) / len(losses)),
-        "naiveScaledErrorByStep": F.avg(naive / F.col("scale")),
+        "naiveScaledErrorByStep": F.avg(naive_error / F.col("scale")),
     }
     rows = predictions.groupBy("step").agg(
         F.count(F.lit(1)).alias("rows"), *[value.alias(name) for name, value in by_step.items()]
@@ -94,5 +96,6 @@ def summary_of(predictions: DataFrame, prediction: str, quantiles: dict[float, s
     return ForecastSummary(predictions=predictions, numForecasts=steps[0]["rows"], **metrics)
 
 
-def _pinball(over: Column, quantile: float) -> Column:
-    return F.greatest(over * quantile, over * (quantile - 1))
+def _pinball(error: Column, quantile: float) -> Column:
+    """Returns the pinball loss; an error is positive if the label is above the forecast."""
+    return F.greatest(error * quantile, error * (quantile - 1))

@@ -1,4 +1,4 @@
-"""How a module of windows is trained: its loss, in the units in which it gets the target."""
+"""The training step of a module of windows, whose loss has the units in which the module gets the target."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["QuantileLoss", "SeriesStep"]
 
 @dataclass(frozen=True)
 class SeriesStep:
-    """A training step whose loss is that of scaled forecasts: each series counts the same, whatever its size.
+    """A training step that computes the loss of scaled forecasts, so that each series counts the same at any size.
 
     Attributes:
-        loss: As the Param.
-        params: As the Param `lossParams`.
-        scaling: As for `SeriesModule`.
-        deviation: As for `SeriesModule`.
+        loss: The value of the Param `loss`.
+        params: The value of the Param `lossParams`.
+        scaling: The argument `scaling` of `SeriesModule`.
+        deviation: The argument `deviation` of `SeriesModule`.
     """
 
     loss: Any
@@ -39,11 +39,13 @@ class SeriesStep:
 
     def __call__(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the loss of each window, of shape `(samples, ...)`."""
-        forecast, label = module(*batch.inputs), batch.label
+        forecast = module(*batch.inputs)
+        label = batch.label
         assert label is not None
-        mean, deviation = scale_of(batch.inputs[0][:, :, 0], self.scaling, self.deviation)
-        per_row = (len(label), *[1] * (forecast.dim() - 1))
-        scaled = (forecast - mean.view(per_row)) / deviation.view(per_row)
+        target = batch.inputs[0][:, :, 0]
+        mean, deviation = scale_of(target, self.scaling, self.deviation)
+        one_value_per_sample = (len(label), *[1] * (forecast.dim() - 1))
+        scaled = (forecast - mean.view(one_value_per_sample)) / deviation.view(one_value_per_sample)
         return self._loss.per_row(scaled, (label - mean) / deviation)
 
 
@@ -51,13 +53,14 @@ class QuantileLoss(nn.Module):
     """The pinball loss, whose mean is least at the quantiles."""
 
     def __init__(self, quantiles: Sequence[float], reduction: str = "mean") -> None:
-        """Takes the quantiles, and "mean" or "none"."""
+        """Keeps the quantiles; `reduction` is "mean" for the mean of all losses, or "none" for each loss."""
         super().__init__()
-        self.quantiles, self.reduction = quantiles, reduction
+        self.quantiles = quantiles
+        self.reduction = reduction
 
     def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of an output of shape `(..., quantiles)` for labels of shape `(...)`."""
-        over = label.unsqueeze(-1) - output
+        """Returns the losses of an output of shape `(..., quantiles)` for labels of shape `(...)`, or their mean."""
+        error = label.unsqueeze(-1) - output
         quantiles = output.new_tensor(self.quantiles)
-        losses = torch.maximum(quantiles * over, (quantiles - 1) * over)
+        losses = torch.maximum(quantiles * error, (quantiles - 1) * error)
         return losses.mean() if self.reduction == "mean" else losses

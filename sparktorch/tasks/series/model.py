@@ -1,4 +1,4 @@
-"""The model of series: it forecasts the rows that follow, and compares forecasts with rows that are known."""
+"""The model of series: it forecasts the rows to come, and compares forecasts with known rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPARED = ("cutoff", "step", "label", "naive", "scale")  # `evaluate` adds thes
 
 
 class ForecastingModel(TorchModelBase, ForecastingModelParams):
-    """A model fitted by `Forecaster`. `transform` is `forecast`: it returns rows to come, and none of its input."""
+    """A model fitted by `Forecaster`. `transform` is `forecast`: it returns rows to come, and no row of its input."""
 
     _estimator = "sparktorch.tasks.series.estimator:Forecaster"
 
@@ -51,7 +51,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         raise ConfigError("forecasts are of rows yet to come")
 
     def _mlflow_columns(self) -> dict[str, Any]:
-        """Returns what `tracking` writes beside the model, by the key that says what scores it."""
+        """Returns what `tracking` writes beside the model; the key "series" says that `SeriesPyFunc` scores it."""
         return {"series": self.columns.to_dict()}
 
     def _mlflow_signature(self) -> ModelSignature:
@@ -66,7 +66,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
 
     @property
     def columns(self) -> SeriesColumns:
-        """The columns that forecasts are made from, and those that they have.
+        """The columns from which forecasts are made, and the columns of forecasts.
 
         Raises:
             ConfigError: A Param is out of range.
@@ -93,32 +93,32 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         """Forecasts the rows after the last one of each series that has a target.
 
         Args:
-            dataset: The last `context` rows of each series, or more, in any order. With `futureCols`, also `horizon`
-                rows with these and without a target.
+            dataset: The last `context` rows of each series, or more, in any order. With `futureCols`, also the next
+                `horizon` rows, which have these columns and no target.
 
         Returns:
-            `horizon` rows for each series: `groupCol`, `orderCol`, `predictionCol` (double) and, of each quantile,
-            a column such as `prediction_p10`. Without one at 0.5, `predictionCol` is the quantile nearest to it.
+            `horizon` rows for each series: `groupCol`, `orderCol`, `predictionCol` (double) and, for each quantile,
+            a column such as `prediction_p10`. With quantiles, `predictionCol` is the quantile nearest to 0.5.
 
         Raises:
-            ColumnError: A column is missing or mistyped. Also, in the job, where a series has less than `context` rows,
-                nulls in them or uneven steps, unless `handleInvalid` is "skip".
+            ColumnError: A column is missing or of another type. In the job, a series has fewer than `context` rows,
+                nulls in these rows or uneven steps, and `handleInvalid` is not "skip".
         """
         return self._forecast(dataframe_of(dataset, "forecast"), None)
 
     def evaluate(self, dataset: DataFrame, *, season: int = 1) -> ForecastSummary:
-        """Forecasts the last `horizon` rows of each series from those before, and compares; see `backtest`."""
+        """Forecasts the last `horizon` rows of each series from the rows before, and compares; see `backtest`."""
         return self.backtest(dataset, season=season)
 
     def backtest(
         self, dataset: DataFrame, *, origins: int = 1, stride: int | None = None, season: int = 1
     ) -> ForecastSummary:
-        """Forecasts rows that are known from those before them, at several times of each series, and compares.
+        """Forecasts known rows from the rows before them, at several times of each series, and compares.
 
         Args:
             dataset: Rows with a target, in any order.
-            origins: Number of forecasts of each series. The last one ends with its last row.
-            stride: Rows from one forecast to the next; by default `horizon`, so that none overlap.
+            origins: Number of forecasts of each series. The last forecast ends with the series' last row.
+            stride: Rows from one forecast to the next; by default `horizon`, so that no forecasts overlap.
             season: Rows of a season, for the naive forecast.
 
         Raises:
@@ -131,32 +131,39 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         columns = self.columns
         quantiles = dict(zip(columns.quantiles, columns_of_quantiles(columns), strict=True))
         backtest = Backtest(origins=origins, stride=stride, season=season)
-        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), backtest), columns.prediction, quantiles)
+        predictions = self._forecast(dataframe_of(dataset, "backtest"), backtest)
+        return summary_of(predictions, columns.prediction, quantiles)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         return self.forecast(dataset)
 
     def _forecast(self, dataset: DataFrame, backtest: Backtest | None) -> DataFrame:
-        spark, columns, scoring = dataset.sparkSession, self.columns, self._scoring()
+        """Returns forecasts of the rows to come, or of the known rows that a backtest forecasts."""
+        spark = dataset.sparkSession
+        columns = self.columns
+        scoring = self._scoring()
         if dataset.isStreaming:
             what = "a forecast takes all rows of a series, and the DataFrame is a stream"
             raise ConfigError(what, hint="forecast in foreachBatch, from rows that a table keeps", param="dataset")
         make_room(spark, 1)
         with naming_params(self):
-            rows, schema = _rows(dataset, columns, backtest)
-        sent, local = send(spark, self.trained), is_local(spark)
+            rows = _input_rows(dataset, columns)
+            schema = _forecast_schema(dataset, columns, backtest)
+        sent = send(spark, self.trained)
+        local = is_local(spark)
 
-        def forecasts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        def forecast_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             names = [*columns.keys, *columns.inputs]
             named = (pa.RecordBatch.from_arrays(batch.columns, names) for batch in batches)
             return forecast(named, columns, scorer_here(sent, scoring, local), backtest)
 
+        # All rows of a series have to be in one partition, sorted by time.
         keys = rows.columns[: len(columns.keys)]
         by_series = rows.repartition(keys[0]) if columns.group else rows.repartition(1)
-        return by_series.sortWithinPartitions(*keys).mapInArrow(forecasts, schema)
+        return by_series.sortWithinPartitions(*keys).mapInArrow(forecast_batches, schema)
 
     def registerUDF(self, name: str, outputCol: str | None = None, spark: Any = None) -> None:
-        """Refuses: an SQL function takes one row at a time, and a forecast many.
+        """Refuses to register a function: an SQL function takes one row at a time, and a forecast takes many.
 
         Raises:
             ConfigError: Always.
@@ -165,7 +172,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
 
     @classmethod
     def fromModule(cls, module: Any, dataset: DataFrame, **params: Any) -> Self:
-        """Refuses: what a window has is learned in `fit`.
+        """Refuses to make a model without a fit, which learns the scales and categories of windows.
 
         Raises:
             ConfigError: Always.
@@ -173,38 +180,43 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         raise ConfigError("a model of windows comes from fit", hint="fit for an epoch with Forecaster(module=...)")
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the fields of the scores, each of which is a column of forecasts with the same name."""
         columns = self.columns
         names = [columns.prediction, *columns_of_quantiles(columns)]
         return dict.fromkeys(names, "double"), {name: name for name in names}
 
 
-def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> tuple[DataFrame, T.StructType]:
-    """Returns the rows that forecasts are made from, and the schema of forecasts.
+def _input_rows(dataset: DataFrame, columns: SeriesColumns) -> DataFrame:
+    """Returns the columns of keys and inputs, numbers as doubles.
 
-    Rows have their columns of keys and numbers under names without dots, which `mapInArrow` takes for fields.
+    They have new names, because `mapInArrow` would take a name with a dot for a path into a struct.
     """
     names = ColumnNames.of(dataset)
     check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
     check_categories(names, columns.vocabulary)
+    inputs = {name: names.column(name) for name in columns.inputs}
+    inputs |= {name: names.column(name).cast("double") for name in columns.numbers}
+    read = [*map(names.column, columns.keys), *(inputs[name] for name in columns.inputs)]
+    return dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(read)))
+
+
+def _forecast_schema(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> T.StructType:
+    """Returns the schema of forecasts; refuses two columns with the same name."""
+    names = ColumnNames.of(dataset)
     double = T.DoubleType()
-    added: list[tuple[str, T.DataType]] = [
-        (columns.prediction, double),
-        *((name, double) for name in columns_of_quantiles(columns)),
-    ]
+    added: list[tuple[str, T.DataType]] = []
     if backtest is not None:
-        kinds = (names.type_of(columns.order), T.IntegerType(), double, double, double)
-        added = [*zip(COMPARED, kinds, strict=True), *added]
+        compared_types = (names.type_of(columns.order), T.IntegerType(), double, double, double)
+        added += zip(COMPARED, compared_types, strict=True)
+    added += [(name, double) for name in (columns.prediction, *columns_of_quantiles(columns))]
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
-    fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
-    numbers = {name: names.column(name).cast("double") for name in columns.numbers}
-    sources = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
-    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(sources)))
-    return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
+    key_fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
+    return T.StructType([*key_fields, *(T.StructField(name, kind) for name, kind in added)])
 
 
 def check_windows(p: Values) -> None:
-    """Refuses windows whose columns are not named, and sizes and quantiles that no window can have."""
+    """Refuses windows without an order or a target, and sizes and quantiles that no window can have."""
     check_set(p, "orderCol", "name the column of the rows' times")
     check_set(p, "labelCol", "name the column to forecast")
     if p["context"] is not None and p["context"] < 2:
@@ -224,7 +236,7 @@ def check_windows(p: Values) -> None:
 
 
 def _check_forecast(p: Values) -> None:
-    """Refuses a forecast without a context."""
+    """Refuses a forecast without a context, and rows for series that have none."""
     check_set(p, "context", "set it to some seasons' rows")
     if p["handleInvalid"] == "keep":
         raise ConflictError(
@@ -237,7 +249,7 @@ def _check_forecast(p: Values) -> None:
 def check_series(
     spark: SparkSession, names: ColumnNames, group: str | None, order: str, numbers: Sequence[str]
 ) -> None:
-    """Refuses columns that are missing or of a type for something else, and time zones that Arrow does not know."""
+    """Refuses columns that are missing or of an unsuitable type, and time zones that Arrow does not know."""
     if group:
         check_group(names, group)
     kind = names.type_of(order)
@@ -250,16 +262,17 @@ def check_series(
 
 
 def check_categories(names: ColumnNames, vocabulary: Mapping[str, Sequence[Any]]) -> None:
-    """Refuses columns of another type than that of their known categories."""
+    """Refuses columns whose type is not the type of their known categories."""
     for name, categories in vocabulary.items():
-        kind, learned = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
+        kind = names.type_of(name)
+        learned = "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
         if kind.typeName() not in (learned, "varchar", "char"):
             what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {learned}s"
             raise ColumnError(what, hint=f"cast it to {learned}", column=name)
 
 
 def _check_zone(zone: str) -> None:
-    """Refuses a time zone that Spark knows and Arrow does not, which has the rows of forecasts."""
+    """Refuses a time zone that Spark knows and Arrow does not: forecasts go through Arrow."""
     try:
         pc.local_timestamp(pa.array([0], pa.timestamp("us", zone)))
     except pa.ArrowInvalid as error:

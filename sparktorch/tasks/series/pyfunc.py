@@ -1,4 +1,4 @@
-"""A model of series as MLflow serves it, without pyspark: its scorer, its signature, and an example."""
+"""The model of series that MLflow serves, without pyspark: it forecasts, and has a signature and an example."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["SeriesPyFunc", "series_example", "series_signature"]
 
 
 class SeriesPyFunc:
-    """The model that scores for `mlflow.pyfunc.load_model(...).predict`."""
+    """The model that forecasts for `mlflow.pyfunc.load_model(...).predict`."""
 
     def __init__(self, trained: TrainedModule, columns: dict[str, Any], device: str) -> None:
-        """Builds the module; `columns` is as from `SeriesColumns.to_dict`."""
+        """Builds the module; `columns` is what `SeriesColumns.to_dict` returns."""
         self._columns = SeriesColumns(**columns)
         self._scorer = Scorer(trained, Scoring(batch_size="auto"), device=device)
 
@@ -33,38 +33,45 @@ class SeriesPyFunc:
         """Forecasts the rows after the last one of each series that has a target.
 
         Args:
-            model_input: Rows as for `ForecastingModel.forecast`, in any order. Strings in the column of the order are
-                read as times, and periods as their starts.
-            params: Not used.
+            model_input: The rows that `ForecastingModel.forecast` takes, in any order. In the column of the order,
+                strings are read as times, and periods as their starts.
+            params: MLflow passes this; it is not used.
 
         Returns:
-            What `forecast` returns, sorted by series and order.
+            The rows that `ForecastingModel.forecast` returns, sorted by series and order.
 
         Raises:
             ColumnError: A column is missing, the order is neither whole numbers nor times of one time zone, or a series
                 cannot be forecast.
         """
-        columns, rows = self._columns, pd.DataFrame(model_input)
+        columns = self._columns
+        rows = pd.DataFrame(model_input)
         check_columns(rows, (*columns.keys, *columns.inputs))
-        plain = {name: _without_categories(rows[name]) for name in columns.keys}
-        rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
-        rows = rows.sort_values(columns.keys, kind="stable")
-        keys = {name: _typed(rows[name], name) for name in columns.keys}
-        values = {name: _typed(rows[name], name, pa.float64()) for name in columns.numbers}
-        for name, categories in columns.vocabulary.items():
-            values[name] = _typed(rows[name], name, pa.array(categories).type if categories else pa.string())
-        batch = pa.RecordBatch.from_pydict({**keys, **{name: values[name] for name in columns.inputs}})
+        keys = {name: _without_categories(rows[name]) for name in columns.keys}
+        keys[columns.order] = _readable_order(keys[columns.order], columns.order)
+        rows = rows.assign(**keys).sort_values(columns.keys, kind="stable")
+        arrays = {name: _arrow_array(rows[name], name) for name in columns.keys}
+        for name in columns.inputs:
+            kind = pa.float64()
+            if name in columns.vocabulary:
+                categories = columns.vocabulary[name]
+                kind = pa.array(categories).type if categories else pa.string()
+            arrays[name] = _arrow_array(rows[name], name, kind)
+        batch = pa.RecordBatch.from_pydict(arrays)
         tables = [forecasts.to_pandas() for forecasts in forecast([batch], columns, self._scorer)]
-        names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
-        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
+        if not tables:
+            return pd.DataFrame(columns=[*columns.keys, columns.prediction, *columns_of_quantiles(columns)])
+        all_forecasts: pd.DataFrame = pd.concat(tables, ignore_index=True)
+        return all_forecasts
 
 
 def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
+    """Returns a column of pandas' type "category" as the values that it stands for, and any other column as it is."""
     return column.astype(column.cat.categories.dtype) if isinstance(column.dtype, pd.CategoricalDtype) else column
 
 
-def _typed(column: pd.Series[Any], name: str, kind: pa.DataType | None = None) -> pa.Array:
-    """Returns a column as Arrow, by default of the type of its values; refuses values that are of no such type."""
+def _arrow_array(column: pd.Series[Any], name: str, kind: pa.DataType | None = None) -> pa.Array:
+    """Returns a column as an array of a type, by default the type of its values; refuses values of other types."""
     try:
         if kind == pa.float64():
             return pa.array(pd.to_numeric(column).to_numpy(np.float64, na_value=np.nan))
@@ -75,50 +82,52 @@ def _typed(column: pd.Series[Any], name: str, kind: pa.DataType | None = None) -
         raise ColumnError(what, column=name, code="ST-COLUMN-TYPE") from error
 
 
-def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
-    """Returns an order as integers, dates or timestamps, or without rows as it is; refuses another one."""
-    kind, why = pd.api.types.infer_dtype(order), None
+def _readable_order(order: pd.Series[Any], name: str) -> pd.Series[Any]:
+    """Returns the order as integers, dates or timestamps; refuses values that are none of these."""
+    kind = pd.api.types.infer_dtype(order)
+    cause: Exception | None = None
     try:
         if kind == "string":
-            order = pd.to_datetime(
-                pd.Series([None if pd.isna(text) else read_time(text) for text in order], order.index)
-            )
+            times = [None if pd.isna(text) else read_time(text) for text in order]
+            order = pd.to_datetime(pd.Series(times, order.index))
         elif kind == "datetime":
             order = pd.to_datetime(order)
         elif kind == "period":
             order = order.dt.to_timestamp()
-        elif kind == "floating":  # JSON and missing values make such numbers of integers.
+        elif kind == "floating":  # JSON and missing values make floating-point numbers of integers.
             order = order.astype("Int64")
     except (TypeError, ValueError) as error:
-        why = error
+        cause = error
     if pd.api.types.infer_dtype(order) in ("integer", "date", "datetime64", "empty"):
         return order
     raise ColumnError(
         f"column {name!r} holds {kind} values, which are no whole numbers, dates or times of one time zone",
         hint="convert it; times with several offsets by pd.to_datetime(..., utc=True).dt.tz_convert(...)",
         column=name,
-    ) from why
+    ) from cause
 
 
 def series_signature(columns: SeriesColumns) -> ModelSignature:
-    """Returns columns of any type, whose numbers may be null, and forecasts."""
+    """Returns the signature: input columns may have any type, since numbers may be null; forecasts are doubles."""
     from mlflow import types
     from mlflow.models import ModelSignature
     from mlflow.types.schema import AnyType
 
     inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.inputs)]
-    added = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
-    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *added]))
+    keys = inputs[: len(columns.keys)]
+    forecasts = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
+    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*keys, *forecasts]))
 
 
 def series_example(columns: SeriesColumns) -> pd.DataFrame:
-    """Returns the rows of one series of zeros and empty categories; training rows may be confidential."""
-    rows = columns.context + (columns.horizon if columns.future else 0)
-    rows_of_zeros = pd.DataFrame({name: np.zeros(rows) for name in columns.numbers})
+    """Returns rows of one series, of zeros and empty categories: training rows may be confidential."""
+    row_count = columns.context + (columns.horizon if columns.future else 0)
+    example = pd.DataFrame({name: np.zeros(row_count) for name in columns.numbers})
     for name, categories in columns.vocabulary.items():
-        rows_of_zeros[name] = False if True in categories or False in categories else ""
-    rows_of_zeros.loc[columns.context :, columns.target] = np.nan
-    rows_of_zeros.insert(0, columns.order, np.arange(rows))
+        is_boolean = True in categories or False in categories
+        example[name] = False if is_boolean else ""
+    example.loc[columns.context :, columns.target] = np.nan
+    example.insert(0, columns.order, np.arange(row_count))
     if columns.group:
-        rows_of_zeros.insert(0, columns.group, "0")
-    return rows_of_zeros
+        example.insert(0, columns.group, "0")
+    return example

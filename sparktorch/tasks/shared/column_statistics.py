@@ -1,25 +1,27 @@
-"""What is learned of a table's columns: categories of texts, figures and distribution of numbers, in one pass."""
+"""Statistics of columns, computed in one pass: the values of texts, the figures and distributions of numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
 from sparktorch.distributed.root_cause import missing_module
-from sparktorch.errors import ColumnError
 from sparktorch.tasks.shared.columns import as_doubles
 
-__all__ = ["Figures", "categories_and_figures", "check_rows", "rounded"]
+__all__ = ["ColumnStatistics", "Figures", "column_statistics", "round_figure"]
 
+# Executors return two kinds of rows: the figures of a column in one batch, which have no value, and one value of a
+# column with its count. Values of numbers also have the hash by which they are chosen if there are too many of them.
 _SCHEMA = pa.schema(
     [
         ("position", pa.int32()),
@@ -32,10 +34,20 @@ _SCHEMA = pa.schema(
 _DDL = (
     "position int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
 )
+_NO_COLUMNS: Mapping[str, Column] = {}
 
 
 class Figures(NamedTuple):
-    """Figures of a column of numbers, of the rows where it is finite; of the first columns, their distribution, too."""
+    """Figures of a column of numbers, computed from the rows in which it is finite.
+
+    Attributes:
+        rows: The number of these rows.
+        mean: The mean.
+        deviation: The standard deviation.
+        smallest: The smallest number.
+        largest: The largest number.
+        distribution: The distinct values with their counts; without values where nobody asked for a distribution.
+    """
 
     rows: int = 0
     mean: float = 0.0
@@ -45,129 +57,208 @@ class Figures(NamedTuple):
     distribution: Distribution = Distribution()
 
 
-def check_rows(count: int) -> None:
-    """Refuses to learn of no rows."""
-    if not count:
-        what, hint = "the DataFrame has no rows that train", "check the filter or the path it comes from"
-        raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
+class ColumnStatistics(NamedTuple):
+    """The statistics of columns, by the names under which `column_statistics` was given the columns.
+
+    Attributes:
+        categories: The number of rows of each value, frequent values first.
+        labels: The number of rows of each value, frequent values first.
+        numbers: The figures with their distribution.
+        label_numbers: The figures without a distribution.
+        rows: The number of rows for which each condition is true.
+    """
+
+    categories: dict[str, dict[str, int]]
+    labels: dict[str, dict[str, int]]
+    numbers: dict[str, Figures]
+    label_numbers: dict[str, Figures]
+    rows: dict[str, int]
 
 
-def categories_and_figures(
-    rows: DataFrame,
-    texts: Sequence[Column],
-    numbers: Sequence[Column],
+def column_statistics(
+    dataset: DataFrame,
     *,
-    limited: int,
-    most: int,
-    labels: int,
-    distinct: Sequence[int] = (),
-) -> tuple[list[dict[str, int]], list[Figures]]:
-    """Returns the values of each column of strings with their numbers of rows, and the figures of columns of numbers.
+    categories: Mapping[str, Column],
+    most_categories: int,
+    labels: Mapping[str, Column] = _NO_COLUMNS,
+    most_labels: int = 0,
+    numbers: Mapping[str, Column] = _NO_COLUMNS,
+    most_values: Mapping[str, int] | None = None,
+    label_numbers: Mapping[str, Column] = _NO_COLUMNS,
+    conditions: Mapping[str, Column] = _NO_COLUMNS,
+) -> ColumnStatistics:
+    """Returns statistics that do not depend on how the rows are divided into partitions and batches.
 
-    Frequent values come first. Of the first `limited` texts, it returns at most `most` values; of the others, which are
-    labels, at most `labels`. Of the first numbers, which are numbers, dates or timestamps, the figures have the
-    distribution, of at most as many values as `distinct` has for each. It does not depend on how rows are divided into
-    partitions and batches.
+    Rows in which a column is null do not count for that column.
+
+    Args:
+        dataset: The rows.
+        categories: Columns of strings.
+        most_categories: The most values that are returned of a column of categories.
+        labels: Columns of strings.
+        most_labels: The most values that are returned of a column of labels.
+        numbers: Columns of numbers, dates or timestamps.
+        most_values: The most values that the distribution of each column of numbers has, by the column's name.
+        label_numbers: Columns of numbers that need no distribution.
+        conditions: Columns of booleans.
 
     Raises:
         ClusterError: The executors' Python lacks a module, such as this one.
     """
-    positions = range(len(texts) + len(numbers))
-    columns = [column.alias(f"c{position}") for position, column in zip(positions, (*texts, *numbers), strict=True)]
-    summed = rows.select(*columns).mapInArrow(partial(_of_batches, texts=len(texts), distinct=list(distinct)), _DDL)
-    of_batches = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
-    groups = summed.groupBy("position", "value").agg(
+    # A condition becomes a column that is 1 where the condition is true, and null elsewhere: its figures count rows.
+    ones = {name: F.when(condition, F.lit(1.0)) for name, condition in conditions.items()}
+    texts = {("category", name): column for name, column in categories.items()}
+    texts |= {("label", name): column for name, column in labels.items()}
+    measured = {("number", name): column for name, column in numbers.items()}
+    measured |= {("label_number", name): column for name, column in label_numbers.items()}
+    measured |= {("condition", name): column for name, column in ones.items()}
+    # The statistics of a column have its position. Those of the columns of numbers have a second one, behind all
+    # columns, for their distribution.
+    columns = {**texts, **measured}
+    positions = {key: position for position, key in enumerate([*columns, *(("values", name) for name in numbers)])}
+    most_distinct = [(most_values or {})[name] for name in numbers]
+    numbered = [column.alias(f"c{position}") for position, column in enumerate(columns.values())]
+    statistics_of_batches = partial(_statistics_of_batches, texts=len(texts), most_distinct=most_distinct)
+    statistics = _merge(dataset.select(*numbered).mapInArrow(statistics_of_batches, _DDL))
+    limit = F.when(F.col("position") < len(categories), most_categories)
+    limit = limit.when(F.col("position") < len(texts), most_labels)
+    limit = limit.when(F.col("position") < len(columns), 1)
+    if most_distinct:
+        limit = limit.otherwise(F.get(F.array(*map(F.lit, most_distinct)), F.col("position") - len(columns)))
+    rows_at: dict[int, list[Row]] = defaultdict(list)
+    for row in sorted(_collect(statistics, limit), key=lambda row: (row["position"], row["rank"])):
+        rows_at[row["position"]].append(row)
+
+    def counts(kind: str, name: str) -> dict[str, int]:
+        return {row["value"]: row["rows"] for row in rows_at[positions[kind, name]]}
+
+    def figures(kind: str, name: str) -> Figures:
+        return _figures(rows_at[positions[kind, name]])
+
+    figures_of_numbers = {}
+    for name, most in zip(numbers, most_distinct, strict=True):
+        distribution = _distribution(rows_at[positions["values", name]], most)
+        figures_of_numbers[name] = figures("number", name)._replace(distribution=distribution)
+    return ColumnStatistics(
+        categories={name: counts("category", name) for name in categories},
+        labels={name: counts("label", name) for name in labels},
+        numbers=figures_of_numbers,
+        label_numbers={name: figures("label_number", name) for name in label_numbers},
+        rows={name: figures("condition", name).rows for name in conditions},
+    )
+
+
+def round_figure(value: float | None) -> float:
+    """Returns a figure without its last digits, which depend on the order in which Spark adds up; 0 for null."""
+    return float(f"{value or 0.0:.8g}")
+
+
+def _merge(statistics: DataFrame) -> DataFrame:
+    """Merges the statistics of all batches: a row for each value of a position, and one for its figures."""
+    batch_figures = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
+    groups = statistics.groupBy("position", "value").agg(
         F.sum("rows").alias("rows"),
         (F.sum(F.col("rows") * F.col("mean")) / F.sum("rows")).alias("mean"),
-        F.collect_list(of_batches).alias("batches"),
+        F.collect_list(batch_figures).alias("batches"),
         F.min("smallest").alias("smallest"),
         F.max("largest").alias("largest"),
         F.min("hash").alias("hash"),
     )
-    of_column = Window.partitionBy("position")
-    order = of_column.orderBy("hash", F.desc("rows"), "value")
-    ranked = groups.withColumn("rank", F.row_number().over(order))
-    largest = F.get(F.array(*map(F.lit, distinct)), F.col("position") - len(positions)) if distinct else F.lit(0)
-    count = F.when(F.col("position") < limited, most).when(F.col("hash").isNull(), labels).otherwise(largest)
-    limited_values = ranked.where(F.col("rank") <= count).withColumn("size", F.count(F.lit(1)).over(of_column))
-    # Of a column that has left values out, only the distribution is taken, for which fewer are enough.
-    is_collected = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
-    squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
+    squares = F.aggregate("batches", F.lit(0.0), _add_squares).alias("squares")
+    return groups.select("*", squares).drop("batches")
+
+
+def _add_squares(squares: Column, batch: Column) -> Column:
+    """Adds the squared differences of a batch's numbers from the mean of all batches, which is the column `mean`."""
+    difference = batch["mean"] - F.col("mean")
+    return squares + batch["squares"] + batch["rows"] * difference * difference
+
+
+def _collect(statistics: DataFrame, limit: Column) -> list[Row]:
+    """Collects the first `limit` values of each position: frequent texts, and numbers with the smallest hashes.
+
+    Each row has its `rank` among the values, and the `size`, the number of values that the limit leaves.
+    """
+    same_position = Window.partitionBy("position")
+    rank = F.row_number().over(same_position.orderBy("hash", F.desc("rows"), "value"))
+    limited = statistics.withColumn("rank", rank).where(F.col("rank") <= limit)
+    limited = limited.withColumn("size", F.count(F.lit(1)).over(same_position))
+    # Where the limit leaves out values of a number, only the distribution is needed, for which fewer values do.
+    needed = F.col("hash").isNull() | (F.col("size") < limit) | (F.col("rank") <= MOST_VALUES)
     try:
-        collected = limited_values.where(is_collected).select("*", squares).drop("batches").collect()
+        return limited.where(needed).collect()
     except Exception as error:
         missing = missing_module(str(error))
         if missing is None:
             raise
         raise missing from error
-    values: list[dict[str, int]] = [{} for _ in texts]
-    figures = [Figures() for _ in numbers]
-    counts: list[dict[float, int]] = [{} for _ in numbers]
-    sizes = [0] * len(numbers)
-    for row in sorted(collected, key=lambda row: (row["position"], row["rank"])):
-        position, bounds = row["position"], (row["smallest"], row["largest"])
-        if position < len(texts):
-            values[position][row["value"]] = row["rows"]
-        elif position < len(positions):
-            varies = bounds[0] < bounds[1]  # What rounding leaves of equal numbers is no deviation.
-            deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
-            figures[position - len(texts)] = Figures(row["rows"], row["mean"], deviation, *bounds)
-        else:
-            counts[position - len(positions)][float(row["value"])] = row["rows"]
-            sizes[position - len(positions)] = row["size"]
-    for column, most_values in enumerate(distinct):
-        distribution = Distribution.of(counts[column], whole=sizes[column] < most_values)
-        figures[column] = figures[column]._replace(distribution=distribution)
-    return values, figures
 
 
-def rounded(value: float | None) -> float:
-    """Returns a figure without its last digits, which depend on the order in which Spark adds up; 0 for null."""
-    return float(f"{value or 0.0:.8g}")
+def _figures(rows: Sequence[Row]) -> Figures:
+    """Returns the figures in the only row for them, which is absent if no number is finite."""
+    if not rows:
+        return Figures()
+    (row,) = rows
+    smallest = row["smallest"]
+    largest = row["largest"]
+    # Rounding can leave a deviation of equal numbers.
+    deviation = math.sqrt(row["squares"] / row["rows"]) if smallest < largest else 0.0
+    return Figures(row["rows"], row["mean"], deviation, smallest, largest)
 
 
-def _with_batch(squares: Column, batch: Column) -> Column:
-    """Returns the sum of squared differences from the mean of a group, with those of one more batch of it."""
-    difference = batch["mean"] - F.col("mean")
-    return squares + batch["squares"] + batch["rows"] * difference * difference
+def _distribution(rows: Sequence[Row], most: int) -> Distribution:
+    """Returns the distribution of the values in rows, which are all values if they are fewer than `most`."""
+    counts = {float(row["value"]): row["rows"] for row in rows}
+    size = rows[0]["size"] if rows else 0
+    return Distribution.of(counts, whole=size < most)
 
 
-def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequence[int]) -> Iterator[pa.RecordBatch]:
+def _statistics_of_batches(
+    batches: Iterator[pa.RecordBatch], texts: int, most_distinct: Sequence[int]
+) -> Iterator[pa.RecordBatch]:
     """Yields the counts of each batch's texts, the figures of its numbers, and at the end their distinct values.
 
-    These are rows for each value, batch or column, not for each cell.
+    The first `texts` columns are texts, and all other columns numbers. The distinct values of the first columns of
+    numbers are returned; `most_distinct` has the most distinct values for each of these columns.
     """
-    distinct_values = [DistinctValues(most) for most in distinct]
+    distinct_values = [DistinctValues(most) for most in most_distinct]
     columns = 0
     for batch in batches:
         columns = batch.num_columns
         for position, column in enumerate(batch.columns[:texts]):
             counts = pc.value_counts(column.drop_null())
-            yield _batch(position, counts.field("values").cast(pa.string()), counts.field("counts"))
+            yield _values_batch(position, counts.field("values").cast(pa.string()), counts.field("counts"))
         figures = []
-        for position, column in enumerate(batch.columns[texts:], texts):
-            values = as_doubles(column)
-            values = values[np.isfinite(values)]  # Nulls are NaN here.
-            if position - texts < len(distinct_values):
-                distinct_values[position - texts].add(values)
-            if len(values):
-                mean = values.mean()
-                squares = np.square(values - mean).sum()
-                figures.append((position, None, len(values), mean, squares, values.min(), values.max(), None))
+        for index, column in enumerate(batch.columns[texts:]):
+            numbers = as_doubles(column)
+            numbers = numbers[np.isfinite(numbers)]  # `as_doubles` makes NaN of nulls.
+            if index < len(distinct_values):
+                distinct_values[index].add(numbers)
+            if len(numbers):
+                mean = numbers.mean()
+                figures.append(
+                    {
+                        "position": texts + index,
+                        "rows": len(numbers),
+                        "mean": mean,
+                        "squares": np.square(numbers - mean).sum(),
+                        "smallest": numbers.min(),
+                        "largest": numbers.max(),
+                    }
+                )
         if figures:
-            by_column = zip(zip(*figures, strict=True), _SCHEMA.types, strict=True)
-            arrays = [pa.array(values, kind) for values, kind in by_column]
-            yield pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
-    for position, distribution in enumerate(distinct_values, columns):
-        texts = pa.array(distribution.values).cast(pa.string())
-        yield _batch(position, texts, pa.array(distribution.counts), pa.array(distribution.hashes))
+            yield pa.RecordBatch.from_pylist(figures, schema=_SCHEMA)
+    for position, distinct in enumerate(distinct_values, columns):
+        values = pa.array(distinct.values).cast(pa.string())
+        yield _values_batch(position, values, pa.array(distinct.counts), pa.array(distinct.hashes))
 
 
-def _batch(position: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:
-    """Returns a row for each value of a column, with its count and the hash by which values are chosen."""
+def _values_batch(position: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:
+    """Returns a row for each value of a column, with its count and, for numbers, its hash."""
     rows = len(values)
-    hashes = pa.nulls(rows, pa.int64()) if hashes is None else hashes
-    figures = [pa.nulls(rows, pa.float64())] * 4
+    no_figures = [pa.nulls(rows, pa.float64())] * 4
+    if hashes is None:
+        hashes = pa.nulls(rows, pa.int64())
     return pa.RecordBatch.from_arrays(
-        [pa.array([position] * rows, pa.int32()), values, counts, *figures, hashes], schema=_SCHEMA
+        [pa.array([position] * rows, pa.int32()), values, counts, *no_figures, hashes], schema=_SCHEMA
     )

@@ -1,4 +1,4 @@
-"""Columns of Arrow as numbers and as indices of categories."""
+"""Converts columns of Arrow to numbers, and to indices of categories."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pyarrow.compute as pc
 __all__ = ["FIRST_CATEGORY", "as_doubles", "category_indices"]
 
 _UNKNOWN, _NULL = 0, 1
-FIRST_CATEGORY = 2  # This is the index of the first category; the two before it are unknown and null.
+FIRST_CATEGORY = 2  # This is the index of the first category; the two before it stand for unknown and null.
 
 
 def category_indices(column: pa.Array, categories: Sequence[Any]) -> npt.NDArray[Any]:
-    """Returns the index of each value's category: 0 for one that is not known, 1 for null, from 2 on those known."""
-    positions = pc.index_in(column, value_set=pa.array(categories, column.type))
-    from_two = pc.fill_null(pc.add(positions, FIRST_CATEGORY), _UNKNOWN)
-    indices: npt.NDArray[Any] = pc.if_else(pc.is_null(column, nan_is_null=True), _NULL, from_two).to_numpy()
-    return indices
+    """Returns an index for each value: 0 for an unknown value, 1 for null, from 2 on for the categories in order."""
+    order = pc.index_in(column, value_set=pa.array(categories, column.type))
+    indices = pc.fill_null(pc.add(order, FIRST_CATEGORY), _UNKNOWN)
+    with_nulls: npt.NDArray[Any] = pc.if_else(pc.is_null(column, nan_is_null=True), _NULL, indices).to_numpy()
+    return with_nulls
 
 
 def as_doubles(column: pa.Array) -> npt.NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The base class of estimators for one task: they learn of rows, hold some out, and choose settings that are "auto"."""
+"""The base class of estimators whose settings may be "auto", and which hold out rows to see when to end a training."""
 
 from __future__ import annotations
 
@@ -37,32 +37,37 @@ if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
     from typing_extensions import Self
 
-__all__ = ["LearningEstimator"]
+__all__ = ["AutomaticEstimator"]
 
 _LOG = logging.getLogger(__name__)
-_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # These dict Params are arguments of the others.
-# These Params need validation rows where they are set.
+# Each of these dict Params has the arguments of another Param.
+_ARGUMENTS_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}
+# These Params need validation rows if they are set.
 _VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
-_NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
-_MANY_ROWS = 1 << 20  # Settings are checked for so many before the rows are counted.
+_NAMES = ("scheduler", "validationUnit")  # These Params also take text other than "auto".
+_MANY_ROWS = 1 << 20  # Before the rows are counted, settings are checked for this number of rows.
 
 
-class LearningEstimator(TorchEstimatorBase[Any]):
-    """An estimator that learns of rows before it trains, chooses settings by their number, and holds out some of them.
+class AutomaticEstimator(TorchEstimatorBase[Any]):
+    """An estimator that chooses settings by the number of its samples, and holds out some of them.
 
-    `fit`, `prepare` and `plan` call `_learn_from`, which marks the rows that are held out, lets `_learn` learn of the
-    others, and counts samples. From then on, `completed` returns a copy that has what follows from that: each Param
-    that is "auto" has a number for its default.
+    `fit`, `prepare` and `plan` call `_learn_from`. Where `_learns` is true, it calls these hooks in order:
+
+    1. `_mark_held_out` if `_holds_out` is true: it marks rows;
+    2. `_learn_rows`: a subclass learns from the rows;
+    3. `_count` if `_needs_count` is true: it counts the samples, which `_capped` then bounds;
+    4. `_training_rows`: it returns the rows as they are trained.
+
+    From then on, `completed` returns a copy in which each Param that is "auto" has a number for its default.
 
     Attributes:
-        _task_settings: The constants of the task, a class attribute of most.
+        _task_settings: The constants of the task; in most estimators, a class attribute.
         _unit: What a sample is, in the plural.
-        _learns_from: The Params besides `validationFraction` that say what is learned of the rows.
-        _searched: What a TorchTuner without a space chooses from, besides the default, by name as in its spaces.
-        _searched_rates: Factors of the learning rate that it chooses from, too.
-        _marks: The column that marks the rows which are held out, empty if none are.
+        _learns_from: The Params besides `validationFraction` that decide what is learned from the rows.
+        _searched: The choices of a TorchTuner without a space besides the defaults, by name as in its spaces.
+        _searched_rates: Factors of the default learning rate, which are choices of a TorchTuner, too.
+        _marks: The column that marks the held-out rows; empty if none are held out.
         _sample: The number of samples; `None` before they are counted.
-        _learned: What `_learn` has returned; `None` before.
     """
 
     _unit = "rows"
@@ -71,7 +76,6 @@ class LearningEstimator(TorchEstimatorBase[Any]):
     _searched_rates: Sequence[float] = (0.3, 3.0)
     _marks = ""
     _sample: Sample | None = None
-    _learned: Any = None
 
     @property
     def _task_settings(self) -> TaskSettings:
@@ -79,13 +83,14 @@ class LearningEstimator(TorchEstimatorBase[Any]):
 
     def completed(self) -> Self:
         """Returns the estimator, or a copy with a number for each Param that is "auto"."""
-        estimator, p = super().completed(), Values(self)
+        estimator = super().completed()
+        p = Values(self)
         _check_values(p)
         automatic = [name for name in AUTOMATIC if _is_auto(p[name])]
         if not (automatic or self._holds_out):
             return estimator
         estimator = estimator.copy()
-        if self._holds_out:  # The column of marks has no name yet.
+        if self._holds_out:  # Before the rows are marked, the column of marks has no name yet.
             estimator._set(validationIndicatorCol=self._marks or "_held_out")
         chosen = estimator._settings(held_out=self._holds_out or bool(self._marks))
         settings = chosen.params
@@ -99,9 +104,9 @@ class LearningEstimator(TorchEstimatorBase[Any]):
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
         """Returns what "auto" stands for; `held_out` says whether the estimator holds out rows itself."""
         p = Values(self)
-        if not (held_out or _is_auto(p["epochs"])):
-            return fixed_settings(self._task_settings)
         task = self._task_settings
+        if not (held_out or _is_auto(p["epochs"])):
+            return fixed_settings(task)
         if p.brings_its_training:  # A LightningModule has schedules of its own.
             task = replace(task, scheduler=None, warmup=0.0)
         return automatic_settings(
@@ -116,12 +121,12 @@ class LearningEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _holds_out(self) -> bool:
-        """Whether a fit is to mark rows that are held out."""
+        """Whether a fit is to mark rows that it holds out."""
         p = Values(self)
         if self._sample is not None or self._marks or p.validated or not p["validationFraction"]:
             return False
-        if p.brings_its_training and not p.is_set("validationFraction"):  # It may have no validation_step.
-            return False
+        if p.brings_its_training and not p.is_set("validationFraction"):
+            return False  # A LightningModule may have no validation_step.
         return _is_auto(p["epochs"]) or p.is_set("validationFraction")
 
     @property
@@ -137,11 +142,7 @@ class LearningEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _learns(self) -> bool:
-        return True
-
-    def _learn(self, dataset: DataFrame) -> Any:
-        """Returns what is learned of rows."""
-        raise NotImplementedError
+        return self._needs_count
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
@@ -151,7 +152,7 @@ class LearningEstimator(TorchEstimatorBase[Any]):
     def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if not self._learns or self._has_learned:
             return self, dataset
-        translate(self, self._task)  # It refuses Params before there is a job.
+        translate(self, self._task)  # Params that contradict each other are refused before there is a job.
         with naming_params(self):
             estimator, rows = self._learn_and_hold_out(dataset)
         if estimator._sample is not None and (estimator._marks or _is_auto(Values(self)["epochs"])):
@@ -160,15 +161,18 @@ class LearningEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _has_learned(self) -> bool:
-        return self._learned is not None
+        return self._sample is not None
 
     def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        """Returns a copy with what it has learned of the rows, and the rows with the mark of those that are held out.
+        """Returns a copy with what it has learned from the rows, and the rows, in which held-out rows are marked.
 
-        Where these would be too few, it learns of the rows once more, and holds none out.
+        If the held-out rows would be too few, it learns from the rows once more, and holds none out.
         """
-        names, share = ColumnNames.of(dataset), float(Values(self)["validationFraction"]) * self._holds_out
-        estimator, rows, counts = self.copy(), dataset, None
+        names = ColumnNames.of(dataset)
+        share = float(Values(self)["validationFraction"]) if self._holds_out else 0.0
+        estimator = self.copy()
+        rows = dataset
+        counts = None
         if share:
             estimator._marks = free_name(names)
             rows, counts = estimator._mark_held_out(dataset, names, share)
@@ -178,25 +182,31 @@ class LearningEstimator(TorchEstimatorBase[Any]):
             return estimator, rows
         trained, held_out = counts or estimator._count(rows)
         if share and too_few(trained, held_out, self._task_settings):
-            estimator, rows = self.copy(), dataset
+            estimator = self.copy()
+            rows = dataset
             estimator._learn_rows(rows)
             trained, held_out = estimator._count(rows)
         elif share and counts is None and held_out > MOST_HELD_OUT:
             factor, trained = estimator._capped(trained, held_out)
-            rows, held_out = estimator._mark_held_out(dataset, names, share * factor)[0], MOST_HELD_OUT
+            rows, _ = estimator._mark_held_out(dataset, names, share * factor)
+            held_out = MOST_HELD_OUT
         chosen_by = estimator._chosen_by if estimator._marks else ""
         estimator._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
         return estimator, rows
 
     @property
     def _chosen_by(self) -> str:
+        """By what the held-out rows are chosen, for the log and the summary."""
         key = Values(self)["idCol"]
         return f"a hash of {key!r}" if key else "a hash of their contents"
 
     def _mark_held_out(
         self, dataset: DataFrame, names: ColumnNames, share: float
     ) -> tuple[DataFrame, tuple[int, int] | None]:
-        """Returns the rows with a share of them marked in `_marks`, and how many train and are held out, if known."""
+        """Returns the rows with a share of them marked in `_marks`, and the numbers of samples if it knows them.
+
+        The numbers are of the samples that train and that are held out.
+        """
         p = Values(self)
         columns = hashable(names, [p["idCol"]] if p["idCol"] else self._distinguishing_columns(names))
         return marked(dataset, in_share(columns, share), self._marks), None
@@ -209,11 +219,11 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         return [*inputs, *(p["labelCols"] or label)]
 
     def _required_columns(self, names: ColumnNames) -> Sequence[str]:
-        """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
+        """Returns the columns in which a null drops the row from a training if `nullPolicy` is "drop"."""
         return self._distinguishing_columns(names)
 
     def _without_dropped(self, rows: DataFrame) -> DataFrame:
-        """Returns the rows without those that the fit will drop; it does not look into arrays and vectors."""
+        """Returns the rows that the fit will not drop. It does not look into arrays and vectors."""
         p = Values(self)
         if p["nullPolicy"] != "drop":
             return rows
@@ -221,29 +231,31 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         return without_nulls(rows, [*required, p["weightCol"]] if p["weightCol"] else required)
 
     def _learn_rows(self, rows: DataFrame) -> None:
-        self._learned = self._learn(rows)
+        """Learns from the rows, in estimators that do so."""
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         """Returns how many samples train, and how many are marked for validation."""
         rows = self._without_dropped(rows)
-        name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
-        marks = names.column(name) if name else F.lit(False)
+        name = Values(self)["validationIndicatorCol"]
+        marks = ColumnNames.of(rows).column(name) if name else F.lit(False)
         trained, held_out = rows.agg(F.count(F.when(~marks, 1)), F.count(F.when(marks, 1))).collect()[0]
         return trained, held_out
 
     def _capped(self, trained: int, held_out: int) -> tuple[float, int]:
-        """Returns the part of the share that holds out `MOST_HELD_OUT` samples, and how many train then."""
+        """Returns the factor of the share with which `MOST_HELD_OUT` samples are held out, and how many train then."""
         return MOST_HELD_OUT / held_out, trained + held_out - MOST_HELD_OUT
 
     def _training_rows(self, dataset: DataFrame) -> DataFrame:
-        """Returns the rows as they are trained, once they were learned of."""
+        """Returns the rows as they are trained, after the estimator has learned from them."""
         return dataset
 
     def _description(self) -> str:
-        """Returns what was chosen, in a line."""
+        """Returns what was chosen, in a line for the log."""
         assert self._sample is not None
-        p, sample = Values(self.completed()), self._sample
-        steps, patience = -(-sample.trained // p["batchSize"]), p["earlyStoppingPatience"]
+        sample = self._sample
+        p = Values(self.completed())
+        steps = -(-sample.trained // p["batchSize"])
+        patience = p["earlyStoppingPatience"]
         parts = [
             f"batchSize {p['batchSize']:,}, learningRate {p['learningRate']:g}",
             f"{'' if patience is None else 'at most '}{p['epochs']:,} epochs of {counted(steps, 'step', 'steps')}",
@@ -263,9 +275,9 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         """Returns why a training that could hold samples out did not."""
         assert self._sample is not None
         least = self._task_settings.least_trained
-        return (
-            f"fewer than {least}" if self._sample.trained < least else "many are equal: an idCol would tell them apart"
-        )
+        if self._sample.trained < least:
+            return f"fewer than {least}"
+        return "many are equal: an idCol would tell them apart"
 
     def _search_space(self) -> dict[str, list[Any]]:
         rate = Values(self.completed())["learningRate"]
@@ -274,29 +286,32 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         return {name: [None, *choices] for name, choices in searched.items() if not self._is_decided(name)}
 
     def _is_decided(self, name: str) -> bool:
-        """Whether the user has decided on a Param, or on an entry of a dict Param or what it belongs to."""
-        p, (param, _, entry) = Values(self), name.partition(".")
+        """Whether the user has decided on a Param, or on an entry of a dict Param: on the entry, or on its object."""
+        p = Values(self)
+        param, _, entry = name.partition(".")
         if p.brings_its_training and param != "moduleParams":
             return True
         if entry:
-            return entry in p[param] or p.is_set(_MADE_OF[param])
+            return entry in p[param] or p.is_set(_ARGUMENTS_OF[param])
         return p.is_set(param) and not _is_auto(p[param])
 
     def _chosen(self) -> dict[str, Any]:
-        sample, p = self._sample, Values(self)
+        """Returns what was chosen, as fields of the summary; nothing before the samples are counted."""
+        sample = self._sample
         if sample is None:
             return {}
-        fields: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
+        p = Values(self)
+        fields: dict[str, Any] = {"settings": {name: _as_json(p[name]) for name in AUTOMATIC}}
         if sample.chosen_by:
             fields["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
         return fields
 
     def _knowing(self, other: Any) -> Self:
-        """Returns a copy with what another estimator has learned of the same rows, if it has."""
-        if not isinstance(other, LearningEstimator) or not other._has_learned or self._has_learned:
+        """Returns a copy with what another estimator has learned from the same rows, if it has learned anything."""
+        if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
             return self
         estimator = self.copy()
-        estimator._sample, estimator._marks, estimator._learned = other._sample, other._marks, other._learned
+        estimator._sample, estimator._marks = other._sample, other._marks
         if estimator._marks and not self.isSet("validationIndicatorCol"):
             estimator._set(validationIndicatorCol=estimator._marks)
         differing = estimator._differing(other)
@@ -305,44 +320,45 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         return estimator
 
     def _differing(self, other: Any) -> list[str]:
-        """Returns the Params in which it differs from another estimator, and that say what is learned of the rows."""
+        """Returns the Params by which this estimator learns something else from the rows than another one."""
         ours, theirs = Values(self), Values(other)
         compared = [*self._learns_from, *(["validationFraction"] if self.isSet("validationFraction") else [])]
         return [name for name in compared if ours[name] != theirs[name]]
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
         estimator = self._knowing(getattr(source, "estimator", None))
-        return super(LearningEstimator, estimator)._fit_on(source, judge)
+        return super(AutomaticEstimator, estimator)._fit_on(source, judge)
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
     ) -> Iterator[tuple[int, Any]]:
         """Trains a model for each of several settings of Params; see `TorchClassifier.fitMultiple`.
 
-        Settings that change what is learned of the rows, or which of them are held out, are fitted one by one.
+        Settings that change what is learned from the rows, or which rows are held out, are fitted one by one.
         """
         copies = [self.copy(params) for params in paramMaps]
-        learning = next((estimator for estimator in copies if estimator._learns), None)
+        learning = next((copy for copy in copies if copy._learns), None)
         if isinstance(dataset, PreparedData) or self._has_learned or learning is None:
             return super().fitMultiple(dataset, paramMaps)
         changes = {*self._learns_from, "validationFraction"}
-        differ = any(estimator._holds_out != learning._holds_out for estimator in copies)
+        differ = any(copy._holds_out != learning._holds_out for copy in copies)
         if differ or any(param.name in changes for params in paramMaps for param in params):
             return Estimator.fitMultiple(self, dataset, paramMaps)
         estimator, rows = learning._learn_from(dataframe_of(dataset, "fit"))
-        return super(LearningEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
+        return super(AutomaticEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
 
 
 def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
+    """Returns a value that JSON has, and any other value as text."""
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
 def _check_values(p: Values) -> None:
-    """Refuses text that is not "auto" where a number is wanted, and a share that leaves no rows to train on."""
+    """Refuses text other than "auto" in place of a number, and a share that leaves no rows to train on."""
     for name in AUTOMATIC:
         if name not in _NAMES and isinstance(p[name], str) and not _is_auto(p[name]):
             raise ConfigError(f"{name} is {p[name]!r}", hint="set a number, or 'auto'", param=name, code="ST-VALUE")

@@ -1,9 +1,10 @@
-"""The rows that a training holds out to see when it no longer improves: marked by a hash of each, in the JVM."""
+"""The rows that a training holds out, to see when it no longer improves, are marked by a hash of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -16,6 +17,7 @@ from sparktorch.tasks.shared.settings import TaskSettings
 __all__ = [
     "MOST_HELD_OUT",
     "Sample",
+    "WindowSplit",
     "free_name",
     "hashable",
     "in_share",
@@ -25,9 +27,9 @@ __all__ = [
     "without_nulls",
 ]
 
-MOST_HELD_OUT = 50_000  # So many samples measure a loss to less than a hundredth of its deviation.
-_PARTS = 1 << 20  # The hash divides the rows into so many parts.
-_SALT = "sparktorch: held out"  # Rows go to workers by another hash, which this one must not follow.
+MOST_HELD_OUT = 50_000  # This number of samples measures a loss to less than a hundredth of its deviation.
+_PARTS = 1 << 20  # The hash divides the rows into this number of parts.
+_SALT = "sparktorch: held out"  # It makes the hash independent of the hash by which rows go to workers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Sample:
     Attributes:
         trained: Number of samples that train.
         held_out: Number of samples that are held out, as far as it is known before the training.
-        chosen_by: What has decided which these are, empty where the training holds none out itself.
+        chosen_by: By what the held-out samples were chosen; empty if the estimator has held none out itself.
     """
 
     trained: int
@@ -45,49 +47,71 @@ class Sample:
     chosen_by: str = ""
 
 
+class WindowSplit(NamedTuple):
+    """How the windows of a series are divided.
+
+    Attributes:
+        trained: Number of windows that train.
+        held_out: Number of windows that are held out.
+        marked_rows: Number of rows that are marked for validation, the last ones of the series.
+    """
+
+    trained: int
+    held_out: int
+    marked_rows: int
+
+
 def too_few(trained: int, held_out: int, task: TaskSettings) -> bool:
-    """Whether the samples are too few to hold some out, or equal ones are so many that the hash cannot divide them."""
+    """Whether the held-out samples are too few, or leave too few to train.
+
+    They also leave too few if very many samples are equal: a hash cannot divide equal samples.
+    """
     return trained < task.least_trained or not task.least_held_out <= held_out <= trained
 
 
-def windows_held_out(
-    rows: int, window: Window, share: float, most: float = 1.0, *, few: bool = False
-) -> tuple[int, int, int]:
-    """Returns of a series how many windows train and are held out, and how many of its last rows are marked for that.
+def windows_held_out(rows: int, window: Window, share: float, most: float = 1.0, *, few: bool = False) -> WindowSplit:
+    """Divides the windows of a series with `rows` rows.
 
-    No row that is forecast in a window which is held out is forecast in one that trains: windows between them do
-    neither. Fewer windows than a horizon has rows forecast much the same rows, and say too little of others: where the
-    share has no more, or would leave less than half of the windows to train, none are held out; with `few`, as where a
-    user asks for validation, one is enough. `most` is the largest share, whatever that says.
+    - A row that a held-out window forecasts is forecast by no window that trains: the windows between them do neither.
+    - Few windows forecast much the same rows, and say too little about others. So none are held out if the share has
+      fewer windows than begin in the rows of a horizon, or if less than half of the windows would be left to train.
+    - With `few`, for users who ask for validation, one held-out window is enough.
+    - The share that is held out is at most `most`.
     """
     windows = max(0, (rows - window.rows) // window.step + 1)
-    alike = -(-window.horizon // window.step)
-    tried = [int(windows * share), alike] if windows * share >= alike else []
+    overlapping = -(-window.horizon // window.step)  # The horizons of this number of consecutive windows overlap.
+    wanted = windows * share
+    candidates: list[int] = []
+    if wanted >= overlapping:
+        candidates += [int(wanted), overlapping]
     if few and share and windows:
-        tried += [int(windows * share), 1]
-    for count in tried:
-        held_out = max(1, min(count, int(windows * most)))
-        trained = windows - held_out + 1 - alike
+        candidates += [int(wanted), 1]
+    for candidate in candidates:
+        held_out = max(1, min(candidate, int(windows * most)))
+        trained = windows - held_out - (overlapping - 1)
         if 2 * trained >= windows:
-            return trained, held_out, (held_out - 1) * window.step + window.horizon
-    return windows, 0, 0
+            return WindowSplit(trained, held_out, (held_out - 1) * window.step + window.horizon)
+    return WindowSplit(windows, 0, 0)
 
 
 def free_name(names: ColumnNames, name: str = "_held_out") -> str:
-    """Returns a name that no column has."""
-    existing = {name.lower() for name in names.schema.names}
-    while name in existing:
+    """Returns a name that no column has: `name`, with as many underscores before it as that takes."""
+    taken = {name.lower() for name in names.schema.names}
+    while name in taken:
         name = f"_{name}"
     return name
 
 
 def hashable(names: ColumnNames, columns: Iterable[str]) -> list[Column]:
-    """Returns those of the columns whose type Spark can hash."""
+    """Returns the columns whose type Spark can hash."""
     return [names.column(name) for name in columns if _has_hash(names.type_of(name))]
 
 
 def in_share(columns: Sequence[Column], share: float) -> Column:
-    """Returns whether a row is in a share of all rows, by the hash of its values: the same in any partitioning."""
+    """Returns the condition that a row is in a share of all rows, by a hash of its values in the columns.
+
+    It chooses the same rows in any partitioning.
+    """
     return F.pmod(F.xxhash64(F.lit(_SALT), *columns), F.lit(_PARTS)) < F.lit(round(share * _PARTS))
 
 
@@ -100,7 +124,7 @@ def _has_hash(kind: T.DataType) -> bool:
 
 
 def marked(dataset: DataFrame, held_out: Column, name: str) -> DataFrame:
-    """Returns the rows with a boolean column of that name."""
+    """Returns the rows with another column, which says whether a row is held out; null becomes false."""
     return dataset.select("*", F.coalesce(held_out, F.lit(False)).alias(name))
 
 

@@ -1,4 +1,4 @@
-"""The base class of classifiers of text and images, which learn of rows how many classes they have."""
+"""The base class of classifiers of text and images, which learn from the rows how many classes there are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.scoring.column_metadata import classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC
-from sparktorch.tasks.shared.column_statistics import check_rows
-from sparktorch.tasks.shared.estimator import LearningEstimator
+from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,13 +24,13 @@ _MOST_CLASSES = 100_000
 
 
 class LearnedOfLabels(NamedTuple):
-    """What a classifier has learned of rows.
+    """What a classifier has learned from the rows.
 
     Attributes:
-        rows: The number of rows that train.
-        held_out: The number of rows that validate.
-        classes: The number of classes; 0 where the labels do not say it, and what reads them refuses them.
-        size: The usual height and width of images, of a network that needs it.
+        rows: The number of training rows.
+        held_out: The number of validation rows.
+        classes: The number of classes; 0 if labels are no numbers, which the ranks then refuse.
+        size: The usual height and width of images, if the network needs one size.
     """
 
     rows: int
@@ -41,7 +40,7 @@ class LearnedOfLabels(NamedTuple):
 
 
 class LabelledEstimator(LearningEstimator):
-    """A classifier of which `numLabels` need not be set."""
+    """A classifier that learns the number of classes from the rows if `numLabels` is not set."""
 
     _learns_from: tuple[str, ...] = ("validationIndicatorCol", "labelCol", "numLabels")
     _learned: LearnedOfLabels | None = None
@@ -52,9 +51,11 @@ class LabelledEstimator(LearningEstimator):
 
     @property
     def _classes(self) -> int:
-        """The number of classes: that of `numLabels`, or of the rows; 0 before they are learned of."""
-        classes: int = Values(self)["numLabels"] or (self._learned.classes if self._learned is not None else 0)
-        return classes
+        """The number of classes, from `numLabels` or from the rows; 0 before anything is learned from the rows."""
+        if Values(self)["numLabels"]:
+            classes: int = Values(self)["numLabels"]
+            return classes
+        return self._learned.classes if self._learned is not None else 0
 
     def completed(self) -> Self:
         """Returns the estimator, or a copy with a number for each Param that is "auto"."""
@@ -64,19 +65,20 @@ class LabelledEstimator(LearningEstimator):
         return super().completed()
 
     def _learn(self, dataset: DataFrame) -> LearnedOfLabels:
+        """Counts rows and classes in one job; refuses labels that cannot be classes."""
         dataset = self._without_dropped(dataset)
-        p, names = Values(self), ColumnNames.of(dataset)
-        column, marks = p["labelCol"], F.lit(False)
+        p = Values(self)
+        names = ColumnNames.of(dataset)
+        column = p["labelCol"]
+        validates = F.lit(False)
         if p["validationIndicatorCol"]:
-            marks = F.coalesce(names.column(p["validationIndicatorCol"]), F.lit(False))
-        label = F.lit(None).cast("double")
+            validates = F.coalesce(names.column(p["validationIndicatorCol"]), F.lit(False))
         numeric = isinstance(names.type_of(column), NUMERIC)
-        if numeric:
-            label = names.column(column).cast("double")
-        finite = F.when(F.abs(label) < float("inf"), label)  # NaN is larger.
-        counts = (F.count(F.when(~marks, 1)), F.count(F.when(marks, 1)))
+        label = names.column(column).cast("double") if numeric else F.lit(None).cast("double")
+        finite = F.when(F.abs(label) < float("inf"), label)  # NaN is larger than infinity in Spark.
+        counts = (F.count(F.when(~validates, 1)), F.count(F.when(validates, 1)))
         ((trained, held_out, smallest, largest),) = dataset.agg(*counts, F.min(finite), F.max(finite)).collect()
-        # Rows that the user has marked do not train; those that the estimator would hold out may.
+        # Where the estimator holds rows out itself, it learns from all rows.
         check_rows(trained + held_out if self._marks else trained)
         if not numeric or smallest is None:
             return LearnedOfLabels(trained, held_out, 0)
@@ -101,4 +103,6 @@ class LabelledEstimator(LearningEstimator):
         return LearnedOfLabels(trained, held_out, classes)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
-        return (self._learned.rows, self._learned.held_out) if self._learned is not None else super()._count(rows)
+        if self._learned is None:
+            return super()._count(rows)
+        return self._learned.rows, self._learned.held_out

@@ -1,4 +1,4 @@
-"""Layers that networks of several tasks have: embeddings of categories, perceptrons."""
+"""Layers in the networks of several tasks: embeddings of categories, and perceptrons."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 
 __all__ = ["UNTRAINED", "CategoryEmbedding", "perceptron"]
 
-UNTRAINED = 2  # The first two indices are those of unknown and null, whose vectors begin as zeros.
+UNTRAINED = 2  # The first two indices stand for unknown and null, whose vectors begin as zeros.
 
 
 class CategoryEmbedding(nn.Embedding):
-    """An embedding whose weights begin small, and those of unknown and null as zeros: rows may lack a category."""
+    """An embedding whose vectors begin small. The vectors of unknown and null begin as zeros: no row may train them."""
 
     @classmethod
     def of(cls, count: int) -> CategoryEmbedding:
-        """Makes one for a number of indices, whose vectors have half as many elements, and 32 at most."""
+        """Makes an embedding of `count` indices, with half as many elements in a vector, and at most 32."""
         return cls(count, min(32, (count + 1) // 2))
 
     def reset_parameters(self) -> None:
@@ -28,9 +28,14 @@ class CategoryEmbedding(nn.Embedding):
 
 
 def perceptron(width: int, hidden: Sequence[int], outputs: int, dropout: float | None = None) -> nn.Sequential:
-    """Returns linear layers of those sizes, with a ReLU and, if there is one, a dropout behind each but the last."""
+    """Returns linear layers from `width` inputs to `outputs` outputs, with hidden layers of sizes `hidden` between.
+
+    Behind each hidden layer is a ReLU and, unless `dropout` is `None`, a dropout.
+    """
     layers: list[nn.Module] = []
     for size in hidden:
-        layers += [nn.Linear(width, size), nn.ReLU(), *([] if dropout is None else [nn.Dropout(dropout)])]
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        if dropout is not None:
+            layers.append(nn.Dropout(dropout))
         width = size
     return nn.Sequential(*layers, nn.Linear(width, outputs))

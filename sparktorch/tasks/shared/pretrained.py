@@ -1,4 +1,4 @@
-"""What the classifiers of text and of images share: a local folder of Hugging Face's, from which they go on."""
+"""What classifiers of text and of images share: they go on from a local folder of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sparktorch.tasks.shared.settings import TaskSettings
 
 __all__ = ["FolderClassifier", "FolderModel"]
 
-_CHOSEN = ("module", "moduleParams", "preprocess", "inputCols")  # The estimator sets these Params itself.
+_SET_BY_ESTIMATOR = ("module", "moduleParams", "preprocess", "inputCols")
 
 
 class _OneColumn:
-    """Has `textCol` or `imageCol` in place of `featuresCol`."""
+    """A mixin for `textCol` or `imageCol` in place of `featuresCol`."""
 
     def getFeaturesCol(self) -> str:
         """Gets the value of `textCol`, or of `imageCol`."""
@@ -39,20 +39,21 @@ class FolderModel(_OneColumn, TorchClassificationModel):
     @property
     def trained(self) -> TrainedModule:
         """The trained module, whose `preprocess` reads `modelFolder`."""
-        trained, folder = super().trained, Values(self)["modelFolder"]
+        trained = super().trained
+        folder = Values(self)["modelFolder"]
         if not isinstance(trained.preprocess, FromFolder) or trained.preprocess.folder == folder:
             return trained
         return replace(trained, preprocess=replace(trained.preprocess, folder=str(folder)))
 
 
 class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
-    """What both classifiers share.
+    """The base class of both classifiers.
 
     Attributes:
-        _trained_settings: The constants for a folder whose weights are trained.
-        _new_settings: The constants for weights that are random.
-        _auto: The class of transformers' that makes a classifier of a folder.
-        _network: The class of the module without a folder, if the task has one.
+        _trained_settings: The constants for a folder with trained weights.
+        _new_settings: The constants for random weights.
+        _auto: The name of the class in transformers that makes a classifier from a folder.
+        _network: The class of the module that is trained without a folder, if the task has one.
     """
 
     _trained_settings: TaskSettings
@@ -66,7 +67,7 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
         return self._new_settings if folder is None or has_new_weights(folder) else self._trained_settings
 
     def completed(self) -> Any:
-        """Returns a copy with the Params that follow from the folder: module, its parameters, and preprocess.
+        """Returns a copy with the Params that follow from the folder: module, arguments of the module, and preprocess.
 
         Raises:
             ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
@@ -80,20 +81,19 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
             classes = max(classes, getattr(config_in(folder), "num_labels", 2))
         params = classifier_in(folder, self._auto, classes)
         preprocess = self._preprocess_of(folder, params)
-        values = {"modelFolder": folder, "module": folder, "moduleParams": params, "preprocess": preprocess}
-        return super().completed().copy()._set(**values)
+        estimator = super().completed().copy()
+        return estimator._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=preprocess)
 
     def _check_params(self) -> None:
-        """Refuses Params that the estimator sets itself, and those that contradict each other."""
+        """Refuses Params that the estimator sets itself, and Params that contradict each other."""
         p = Values(self)
         has_network = p["module"] is not None and p["module"] is self._network
-        completed = has_network or isinstance(p["preprocess"], FromFolder)
-        for name in _CHOSEN:
-            if p.is_set(name) and (name == "inputCols" or not completed):
-                what, hint = (
-                    f"{name} is set, which the estimator chooses itself",
-                    "leave it out, or use TorchClassifier",
-                )
+        # A copy that `completed` has returned has the Params that the estimator sets, but for `inputCols`.
+        is_completed = has_network or isinstance(p["preprocess"], FromFolder)
+        for name in _SET_BY_ESTIMATOR:
+            if p.is_set(name) and (name == "inputCols" or not is_completed):
+                what = f"{name} is set, which the estimator chooses itself"
+                hint = "leave it out, or use TorchClassifier"
                 raise ConflictError(what, hint=hint, param=name)
         if p["nullPolicy"] == "fill":
             raise ConflictError(
@@ -110,4 +110,4 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
 
     @abstractmethod
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
-        """Returns the preprocess of a folder, to whose configuration it may add entries."""
+        """Returns the preprocess of a folder; it may add entries to `params`, the arguments of the module."""

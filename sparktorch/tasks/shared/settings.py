@@ -8,8 +8,8 @@ from typing import Any
 
 __all__ = ["AutomaticSettings", "TaskSettings", "automatic_settings", "fixed_settings"]
 
-_LONGEST_BETWEEN = 500  # So many steps at most lie between validations: an epoch of many rows has thousands.
-_SHORTEST_BETWEEN = 20
+_MOST_STEPS_BETWEEN = 500  # Validations are at most this number of steps apart: an epoch of many rows has thousands.
+_FEWEST_STEPS_BETWEEN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,23 +19,24 @@ class TaskSettings:
     Attributes:
         learning_rate: The learning rate.
         usual_rate: The learning rate of a training whose epochs the user has set.
-        scheduler: The schedule of the learning rate, which steps after each step; `None` for a constant one.
+        scheduler: The schedule of the learning rate, which changes the rate after each step; `None` for a constant
+            rate.
         warmup: The share of the steps over which the learning rate rises.
         smallest_batch: The fewest rows of a batch, a power of two.
         largest_batch: The most rows of a batch, a power of two.
-        steps_per_epoch: The steps that an epoch has, as far as both bounds of the batch allow it.
-        least_patience: The fewest validations without a better one that end a training.
-        most_patience: The most of them, where these take `least_steps`.
-        patience_steps: The steps without a better validation that end a training, within these bounds.
+        steps_per_epoch: The number of steps in an epoch, as far as both bounds of the batch allow it.
+        least_patience: The fewest validations without a better one after which a training ends.
+        most_patience: The most validations without a better one, unless `least_steps` take more.
+        patience_steps: The steps without a better validation after which a training ends, within these bounds.
         least_steps: The fewest steps of a training.
         most_steps: The steps after which a training ends in any case, with the end of an epoch.
-        most_epochs: The most epochs, but for what `least_steps` take.
+        most_epochs: The most epochs, unless `least_steps` take more.
         least_epochs: The fewest epochs of a training that `rows_in_all` limits.
-        rows_in_all: The rows that all epochs together train, each as often as it is trained; `None` for any number.
-        unwatched_epochs: The fewest epochs of a training that holds nothing out, which has `least_steps` or more.
-        rows_per_epoch: The samples for which such a training has one epoch, if they are few; `None` where it has its
-            steps, however few they are.
-        least_trained: The fewest samples that train where some are held out.
+        rows_in_all: The rows that all epochs together train, counted in each epoch; `None` for any number.
+        unwatched_epochs: The fewest epochs of a training without validation, which has `least_steps` or more.
+        rows_per_epoch: If samples are few, a training without validation has one epoch for this number of samples, and
+            need not have `least_steps`; `None` if it must have them.
+        least_trained: The fewest samples that train if some are held out.
         least_held_out: The fewest samples that are held out, if any are.
     """
 
@@ -62,7 +63,7 @@ class TaskSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AutomaticSettings:
-    """What the Params of like names are while they are "auto"."""
+    """The values of the Params with these names that are "auto"."""
 
     epochs: int
     batch_size: int
@@ -75,7 +76,7 @@ class AutomaticSettings:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The values by the names of the Params."""
+        """The values, by the names of the Params."""
         return {
             "epochs": self.epochs,
             "batchSize": self.batch_size,
@@ -88,7 +89,7 @@ class AutomaticSettings:
 
 
 def fixed_settings(task: TaskSettings) -> AutomaticSettings:
-    """Returns the settings of a training whose epochs the user has set: those of other estimators."""
+    """Returns the settings of a training whose epochs the user has set, which are the defaults of other estimators."""
     return AutomaticSettings(
         epochs=1,
         batch_size=256,
@@ -109,44 +110,74 @@ def automatic_settings(
     least_batch: int = 1,
     workers: int = 1,
 ) -> AutomaticSettings:
-    """Returns the settings for a number of samples that train.
+    """Returns the settings for a number of training samples.
 
-    A training that validates ends by patience, another one after a fixed number of steps. Of the samples, each of
-    `workers` trains its share alone, as under strategy "independent". `batch_size` is that of the user, if it is
-    set, and `least_batch` the fewest rows that all workers can share.
+    A training that validates ends by patience, and a training that does not after a fixed number of steps.
+
+    Args:
+        rows: The number of training samples.
+        task: The constants of the task.
+        validates: Whether the training validates.
+        batch_size: The batch size that the user has set; `None` if it is "auto".
+        least_batch: The fewest samples that all workers can share.
+        workers: The number of workers that train alone on their share of the samples, as under strategy "independent".
     """
     rows = max(1, rows // workers)
     least_power = 1 << max(0, least_batch - 1).bit_length()  # It is the smallest power of two that is no less.
     batch = batch_size or max(_batch(rows, task), least_power)
     steps = -(-rows // batch)
-    least_epochs = -(-task.least_steps // steps)
-    unit, interval = "epoch", -(-_SHORTEST_BETWEEN // steps)
-    steps_between = interval * steps
-    if steps > 2 * _LONGEST_BETWEEN:
-        unit, interval, steps_between = "step", _LONGEST_BETWEEN, _LONGEST_BETWEEN
-    patience = min(task.most_patience, max(task.least_patience, -(-task.patience_steps // steps_between)))
-    patience = max(patience, -(-task.least_steps // steps_between))
-    epochs = min(task.most_epochs, -(-task.most_steps // steps))
-    if task.rows_in_all is not None:
-        epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))
-    epochs = max(1, epochs, least_epochs)
-    if not validates:
-        epochs = max(least_epochs, task.unwatched_epochs)
-        if task.rows_per_epoch is not None:
-            epochs = max(task.unwatched_epochs, min(epochs, rows // task.rows_per_epoch))
+    epochs = _epochs_with_validation(rows, steps, task) if validates else _fixed_epochs(rows, steps, task)
+    patience: int | None = None
+    validation_unit = "epoch"
+    validation_interval = 1
+    if validates:
+        validation_interval = -(-_FEWEST_STEPS_BETWEEN // steps)
+        steps_between = validation_interval * steps
+        if steps > 2 * _MOST_STEPS_BETWEEN:
+            validation_unit = "step"
+            validation_interval = _MOST_STEPS_BETWEEN
+            steps_between = _MOST_STEPS_BETWEEN
+        patience = _patience(steps_between, task)
     return AutomaticSettings(
         epochs=epochs,
         batch_size=batch,
         learning_rate=task.learning_rate,
         scheduler=task.scheduler,
         warmup_steps=round(task.warmup * steps * epochs) or None,
-        patience=patience if validates else None,
-        validation_interval=interval if validates else 1,
-        validation_unit=unit if validates else "epoch",
+        patience=patience,
+        validation_interval=validation_interval,
+        validation_unit=validation_unit,
     )
 
 
+def _fixed_epochs(rows: int, steps: int, task: TaskSettings) -> int:
+    """Returns the epochs of a training without validation, for a number of samples and of steps in an epoch."""
+    epochs = max(-(-task.least_steps // steps), task.unwatched_epochs)
+    if task.rows_per_epoch is not None:
+        epochs = max(task.unwatched_epochs, min(epochs, rows // task.rows_per_epoch))
+    return epochs
+
+
+def _epochs_with_validation(rows: int, steps: int, task: TaskSettings) -> int:
+    """Returns the most epochs of a training that may end earlier by patience."""
+    epochs = min(task.most_epochs, -(-task.most_steps // steps))
+    if task.rows_in_all is not None:
+        epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))
+    return max(1, epochs, -(-task.least_steps // steps))
+
+
+def _patience(steps_between: int, task: TaskSettings) -> int:
+    """Returns the validations without a better one that end a training, which are some steps apart."""
+    patience = min(task.most_patience, max(task.least_patience, -(-task.patience_steps // steps_between)))
+    return max(patience, -(-task.least_steps // steps_between))
+
+
 def _batch(rows: int, task: TaskSettings) -> int:
-    """Returns the power of two nearest to the rows of a step, within the task's bounds."""
-    nearest: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
-    return min(max(nearest, task.smallest_batch), task.largest_batch)
+    """Returns the power of two nearest to the batch that gives an epoch its steps, within the task's bounds."""
+    wanted: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
+    return min(max(wanted, task.smallest_batch), task.largest_batch)
+
+
+def _power(rows: int) -> int:
+    """Returns the smallest power of two that is not less than `rows`."""
+    return 1 << max(0, rows - 1).bit_length()

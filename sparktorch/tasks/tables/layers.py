@@ -12,19 +12,19 @@ __all__ = ["MemberLinear", "MemberOutput", "NumberEmbedding"]
 
 
 class NumberEmbedding(nn.Module):
-    """Vectors of numbers: a learned function of each column, which is linear between the edges of its bins.
+    """Turns each number into a vector, by a learned function for each column that is linear between the edges of bins.
 
-    They are the piecewise linear embeddings of Gorishniy et al. (arXiv 2203.05556) as TabM (2410.24210) has them: a
-    linear function, and a piecewise linear one that begins as zero, behind a ReLU.
+    These are the piecewise linear embeddings of Gorishniy et al. (arXiv 2203.05556) in the form that TabM (2410.24210)
+    has: the sum of a linear function and a piecewise linear one, which begins as zero, goes through a ReLU.
     """
 
-    # Factors are the inverse widths of the bins, of shape (columns, 1, bins), and zero for bins that a column lacks;
-    # offsets are the negative left edges in units of these widths.
+    # Both have the shape (columns, 1, bins), and are zero for bins that a column lacks. Factors are the inverse widths
+    # of the bins; offsets are the negative left edges times the factors.
     factors: torch.Tensor
     offsets: torch.Tensor
 
     def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
-        """Takes the ascending edges of each column's bins, and the size of the vectors."""
+        """Makes the weights for the ascending edges of each column's bins, and for vectors of size `width`."""
         super().__init__()
         self.edges = edges
         bins = max(1, *(len(column_edges) - 1 for column_edges in edges))
@@ -36,7 +36,7 @@ class NumberEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the linear functions, and begins the others as zero."""
+        """Draws the linear functions, sets the piecewise linear ones to zero, and computes factors and offsets."""
         nn.init.zeros_(self.pieces)
         nn.init.uniform_(self.slopes, -1.0, 1.0)
         nn.init.uniform_(self.bias, -1.0, 1.0)
@@ -50,9 +50,9 @@ class NumberEmbedding(nn.Module):
                 self.offsets[column, 0, : len(factors)] = -values[:-1] * factors
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the vectors beside one another, `(rows, columns * width)`, of numbers `(rows, columns)`."""
+        """Returns the vectors of numbers `(rows, columns)`, side by side: `(rows, columns * width)`."""
         columns = numbers.t().unsqueeze(-1)
-        # The share of each bin that lies below the number.
+        # A share is the part of a bin that lies below the number.
         shares = torch.addcmul(self.offsets, columns, self.factors).clamp(0.0, 1.0)
         pieces = torch.baddbmm(self.bias.unsqueeze(1), shares, self.pieces)
         vectors = torch.relu(torch.addcmul(pieces, columns, self.slopes.unsqueeze(1)))
@@ -60,14 +60,14 @@ class NumberEmbedding(nn.Module):
 
 
 class MemberLinear(nn.Module):
-    """A linear layer that several members share, each with factors of its own for inputs and outputs, and a bias.
+    """A linear layer whose weights several members share. Each member has factors of inputs and outputs, and a bias.
 
-    It is that of BatchEnsemble (arXiv 2002.06715); the factors of the first layer's inputs begin as random signs, all
-    others as ones, as in TabM (2410.24210), so that the members begin different.
+    It is the layer of BatchEnsemble (arXiv 2002.06715). As in TabM (2410.24210), the factors of the first layer's
+    inputs begin as random signs, so that the members begin different; all other factors begin as ones.
     """
 
     def __init__(self, inputs: int, outputs: int, members: int, *, first: bool) -> None:
-        """Makes the layer; `first` if it is the first of the network."""
+        """Makes the layer; `first` says whether it is the first of the network."""
         super().__init__()
         self.first = first
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
@@ -85,23 +85,25 @@ class MemberLinear(nn.Module):
         with torch.no_grad():
             if self.first:
                 self.input_factors.bernoulli_(0.5).mul_(2.0).sub_(1.0)
+            # All members begin with the same bias.
             self.bias.copy_(torch.empty_like(self.bias[0]).uniform_(-bound, bound).expand_as(self.bias))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the outputs of the members, `(members, rows, outputs)`.
 
-        Inputs are the same for all members, `(rows, inputs)`, in the first layer, and `(members, rows, inputs)` in
-        others. The factors scale the weights, of which there are fewer than inputs and outputs of a batch.
+        In the first layer, the inputs are the same for all members, `(rows, inputs)`; in other layers, they have the
+        shape `(members, rows, inputs)`. The factors scale the weights, because a batch has more inputs and outputs than
+        there are weights.
         """
         weight = self.weight * self.input_factors.unsqueeze(1) * self.output_factors.unsqueeze(2)
         if self.first:
-            every = nn.functional.linear(inputs, weight.flatten(0, 1), self.bias.flatten())
-            return every.view(-1, *self.bias.shape).transpose(0, 1)
+            outputs_of_all = nn.functional.linear(inputs, weight.flatten(0, 1), self.bias.flatten())
+            return outputs_of_all.view(-1, *self.bias.shape).transpose(0, 1)
         return torch.baddbmm(self.bias.unsqueeze(1), inputs, weight.transpose(1, 2))
 
 
 class MemberOutput(nn.Module):
-    """The last layers of the members, which share nothing."""
+    """The last layer, of which each member has its own weights."""
 
     def __init__(self, inputs: int, outputs: int, members: int) -> None:
         super().__init__()
@@ -116,5 +118,5 @@ class MemberOutput(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of each member, `(rows, members, outputs)`, of its inputs `(members, rows, inputs)`."""
+        """Returns the outputs of the members, `(rows, members, outputs)`, for inputs `(members, rows, inputs)`."""
         return torch.baddbmm(self.bias.unsqueeze(1), inputs, self.weight).transpose(0, 1)

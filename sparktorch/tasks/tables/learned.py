@@ -1,40 +1,56 @@
-"""What estimators of tables learn of the rows before they train: categories, scales, bins and labels, in one job."""
+"""What estimators of tables learn from the rows before they train: categories, scales, bins and labels, in one job."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.distribution import MOST_VALUES
 from sparktorch.errors import ColumnError
-from sparktorch.ml.scoring.column_metadata import classes_of
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.scoring.column_metadata import check_numbers, classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
-from sparktorch.tasks.shared.column_statistics import Figures, categories_and_figures, check_rows, rounded
-from sparktorch.tasks.tables.kinds import Kinds, TableParams, is_number, kinds_of_columns, ordered
+from sparktorch.tasks.shared.column_statistics import Figures, column_statistics, round_figure
+from sparktorch.tasks.shared.learning import check_rows
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
-__all__ = ["LearnedTable", "check_numbers_to_predict", "integer_categories", "learn_table", "warn_of_constants"]
+__all__ = [
+    *(
+        "CROSS_VALIDATION_COLUMN",
+        "ROLE_PARAMS",
+        "LearnedTable",
+        "check_numbers_to_predict",
+        "integer_categories",
+        "kinds_of_columns",
+        "learn_table",
+    ),
+    "warn_of_constants",
+]
 
 _LOG = logging.getLogger(__name__)
+ROLE_PARAMS = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol")
+# Spark's CrossValidator and TrainValidationSplit draw a number for each row into a column with such a name.
+CROSS_VALIDATION_COLUMN = re.compile(r"_[0-9a-f]{12}_rand$")
 _BOUND = 3.0  # Scaled numbers do not exceed it, as in RealMLP.
-_MOST_LABELS = 100_000  # All of them come to the driver, and the network has an output for each.
-_MOST_INTEGER_COLUMNS = (
-    100  # In a table of more columns of integers, those that repeat are measurements, such as pixels.
-)
-_FEWEST_ROWS_OF_INTEGER = 2  # A column of integers whose values have fewer rows on average is measured, not a code.
-_SHORT_RANGE = 32  # In a range of at most so many integers, all are categories, even if no row has them.
+_MOST_LABELS = 100_000  # All labels come to the driver, and the network has an output for each.
 _LARGEST_INTEGER = 2.0**53  # Spark and torch get larger integers as doubles, which are not exact.
+# In a table with more columns of integers than this, integers that repeat are measurements, such as pixels.
+_MOST_INTEGER_COLUMNS = 100
+_FEWEST_ROWS_OF_INTEGER = 2  # Integers are measured, not codes, if a value has fewer rows than this on average.
+_SHORT_RANGE = 32  # If a range has no more integers than this, all are categories, even those that no row has.
+_TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 
 
 class LearnedTable(NamedTuple):
-    """What an estimator has learned of the rows of a table.
+    """What an estimator has learned from the rows of a table.
 
     Attributes:
         table: Categories, centres and scales of the input columns.
@@ -43,9 +59,9 @@ class LearnedTable(NamedTuple):
         labels: The labels of a classifier's classes, empty if they are numbers.
         scales: Mean and standard deviation of each label of a regressor.
         edges: The edges of the bins of each column of numbers.
-        rows: The number of rows that train.
-        held_out: The number of rows that validate.
-        constants: The columns of numbers that are the same in all rows that train.
+        rows: The number of training rows.
+        held_out: The number of validation rows.
+        constants: The columns of numbers that are the same in all training rows.
     """
 
     table: TableColumns
@@ -59,12 +75,37 @@ class LearnedTable(NamedTuple):
     constants: tuple[str, ...] = ()
 
 
-class _Statistics(NamedTuple):
-    """What one job counts: of rows that train, but for the labels of those that validate."""
+class _Kinds(NamedTuple):
+    """The input columns by kind.
 
-    categories: dict[str, dict[str, int]]  # The number of rows of each value, by column.
-    numbers: dict[str, Figures]  # The figures of numbers and times, by column.
-    labels: list[Figures]  # The figures of labels that are numbers.
+    Attributes:
+        categorical: The columns of categories.
+        times: The columns of dates and timestamps, each with the parts that become categories, such as "month".
+        numeric: The columns of numbers.
+    """
+
+    categorical: list[str]
+    times: dict[str, list[str]]
+    numeric: list[str]
+
+
+class _Statistics(NamedTuple):
+    """What one job computes, from the training rows unless an attribute says otherwise.
+
+    Attributes:
+        categories: The number of rows of each value, by column.
+        numbers: The figures of numbers and times, by column.
+        label_numbers: The figures of labels that are numbers, by column; for classes, from all rows if the
+            estimator holds rows out itself.
+        trained_labels: The labels that are texts.
+        validated_labels: The labels that are texts, in the validation rows.
+        rows: The number of training rows.
+        held_out: The number of validation rows.
+    """
+
+    categories: dict[str, dict[str, int]]
+    numbers: dict[str, Figures]
+    label_numbers: dict[str, Figures]
     trained_labels: list[str]
     validated_labels: list[str]
     rows: int
@@ -72,118 +113,139 @@ class _Statistics(NamedTuple):
 
 
 def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
-    """Learns of the rows that train, in one job.
+    """Computes statistics of the training rows in one Spark job.
 
-    Where the estimator holds rows out itself, labels are those of all rows.
+    Classes also come from the held-out rows if the estimator holds rows out itself: it does so by a hash, which may
+    hold out all rows of a rare class.
 
     Raises:
         ColumnError: A column or a label is of no type that can be trained on, or there is nothing to learn.
     """
-    params, names = TableParams.of(estimator), ColumnNames.of(dataset)
+    p = Values(estimator)
+    names = ColumnNames.of(dataset)
     holds_out = bool(estimator._marks)
+    classifies = estimator._task == "classification"
+    label_columns: list[str] = p["labelCols"] or [p["labelCol"]]
     if estimator._task == "regression":
-        check_numbers_to_predict(names, params.labels, estimator)
-    kinds, classifies = kinds_of_columns(params, names), estimator._task == "classification"
-    statistics = _statistics(dataset, params, names, kinds, classifies=classifies, all_rows=holds_out)
-    check_rows(statistics.rows + statistics.held_out * holds_out)
+        check_numbers_to_predict(names, label_columns, estimator)
+    kinds = kinds_of_columns(p, names)
+    statistics = _statistics(dataset, p, names, kinds, classifies=classifies, holds_out=holds_out)
+    check_rows(statistics.rows + statistics.held_out if holds_out else statistics.rows)
     categories: dict[str, list[Any]] = {
-        name: _frequent(counts, names.type_of(name), params.min_count) for name, counts in statistics.categories.items()
+        name: _frequent(counts, names.type_of(name), p["minCount"]) for name, counts in statistics.categories.items()
     }
-    if params.chooses_kinds:
-        most, least = params.max_integer_categories, params.min_count
-        categories |= integer_categories(statistics.numbers, names, most, least)
+    if _chooses_kinds(p):
+        categories |= integer_categories(statistics.numbers, names, p["maxIntegerCategories"], p["minCount"])
     labels: list[str] = []
-    outputs = len(params.labels)
+    outputs = len(label_columns)
     if classifies:
-        labels, outputs = _classes(dataset, names, params.labels[0], statistics, holds_out=holds_out)
+        labels, outputs = _classes(dataset, names, p["labelCol"], statistics, holds_out=holds_out)
+    label_figures = [statistics.label_numbers[name] for name in label_columns if name in statistics.label_numbers]
     missing = [
         name for name in kinds.numeric if 0 < statistics.numbers[name].rows < statistics.rows and name not in categories
     ]
+    constants = [
+        name
+        for name, figures in statistics.numbers.items()
+        if figures.smallest == figures.largest and name not in missing
+    ]
     centres = {
-        name: [*figures.distribution.centre_and_scale(rounded(figures.deviation))]
+        name: [*figures.distribution.centre_and_scale(round_figure(figures.deviation))]
         for name, figures in statistics.numbers.items()
     }
+    edges = [
+        scaled_edges(figures.distribution.edges(BINS), centres[name], _BOUND)
+        for name, figures in statistics.numbers.items()
+    ]
     return LearnedTable(
         table=TableColumns(categories, kinds.times, centres, missing, _BOUND),
-        inputs=ordered(params, names, kinds),
+        inputs=_order_inputs(p, names, kinds),
         outputs=outputs,
         labels=labels,
-        scales=[[rounded(figures.mean), rounded(figures.deviation)] for figures in statistics.labels],
-        edges=[
-            scaled_edges(figures.distribution.edges(BINS), centres[name], _BOUND)
-            for name, figures in statistics.numbers.items()
-        ],
+        scales=[[round_figure(figures.mean), round_figure(figures.deviation)] for figures in label_figures],
+        edges=edges,
         rows=statistics.rows,
         held_out=statistics.held_out,
-        constants=tuple(
-            name
-            for name, figures in statistics.numbers.items()
-            if figures.smallest == figures.largest and name not in missing
-        ),
+        constants=tuple(constants),
     )
 
 
 def _statistics(
-    dataset: DataFrame, params: TableParams, names: ColumnNames, kinds: Kinds, *, classifies: bool, all_rows: bool
+    dataset: DataFrame, p: Values, names: ColumnNames, kinds: _Kinds, *, classifies: bool, holds_out: bool
 ) -> _Statistics:
-    """Counts values and computes figures in one job; with `all_rows`, labels that are numbers are those of all rows."""
-    validates = names.column(params.validation) if params.validation else F.lit(False)
-    text_label = params.labels[0] if classifies and isinstance(names.type_of(params.labels[0]), T.StringType) else ""
-    number_labels = [
-        name
-        for name in params.labels
-        if (isinstance(names.type_of(name), NUMERIC) if classifies else is_number(names.type_of(name)))
-    ]
-    numbers = [names.column(name).cast("double") for name in kinds.numeric]
-    numbers += [names.column(name) for name in kinds.times]
-    texts = [
-        names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string")
-        for name in (*kinds.categorical, *([text_label] if text_label else ()))
-    ]
-    integers = {name for name in kinds.numeric if isinstance(names.type_of(name), T.IntegralType)}
-    few_columns = params.chooses_kinds and len(integers) <= _MOST_INTEGER_COLUMNS
-    most_integers = max(MOST_VALUES, params.max_integer_categories + 1 if few_columns else 0)
-    labels_of = F.lit(True) if classifies and all_rows else ~validates
-    values, figures = categories_and_figures(
+    """Counts values and computes figures in one job; `holds_out` says that the estimator holds rows out itself."""
+    validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
+    trains = ~validates
+    texts = {name: _text(names, name) for name in kinds.categorical}
+    numbers = {name: names.column(name).cast("double") for name in kinds.numeric}
+    numbers |= {name: names.column(name) for name in kinds.times}
+
+    label_texts: dict[str, Column] = {}
+    if classifies and isinstance(names.type_of(p["labelCol"]), T.StringType):
+        label = _text(names, p["labelCol"])
+        label_texts = {"trained": F.when(trains, label), "validated": F.when(validates, label)}
+    if classifies:
+        number_labels = [p["labelCol"]] if isinstance(names.type_of(p["labelCol"]), NUMERIC) else []
+    else:
+        number_labels = [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
+    label_rows = F.lit(True) if classifies and holds_out else trains
+
+    integers = _integer_columns(names, kinds.numeric)
+    most_values = dict.fromkeys(numbers, MOST_VALUES)
+    if _chooses_kinds(p) and not _are_measurements(integers):
+        # One value more than may be categories shows that there are too many.
+        most_values |= dict.fromkeys(integers, max(MOST_VALUES, p["maxIntegerCategories"] + 1))
+    statistics = column_statistics(
         dataset,
-        [
-            *(F.when(~validates, text) for text in texts),
-            *(F.when(validates, text) for text in texts[len(kinds.categorical) :]),
-        ],
-        [
-            *(F.when(~validates, number) for number in numbers),
-            *(F.when(labels_of, names.column(name).cast("double")) for name in number_labels),
-            *(F.when(rows, F.lit(1.0)) for rows in (~validates, validates)),
-        ],
-        limited=len(kinds.categorical),
-        distinct=[most_integers if name in integers else MOST_VALUES for name in (*kinds.numeric, *kinds.times)],
-        most=params.max_categories,
-        labels=_MOST_LABELS + 1,
+        categories={name: F.when(trains, text) for name, text in texts.items()},
+        most_categories=p["maxCategories"],
+        labels=label_texts,
+        most_labels=_MOST_LABELS + 1,
+        numbers={name: F.when(trains, number) for name, number in numbers.items()},
+        most_values=most_values,
+        label_numbers={name: F.when(label_rows, names.column(name).cast("double")) for name in number_labels},
+        conditions={"trains": trains, "validates": validates},
     )
-    *figures, trained, held_out = figures
-    label_values = values[len(kinds.categorical) :]
     return _Statistics(
-        categories=dict(zip(kinds.categorical, values, strict=False)),
-        numbers=dict(zip((*kinds.numeric, *kinds.times), figures, strict=False)),
-        labels=figures[len(numbers) :],
-        trained_labels=list(label_values[0]) if text_label else [],
-        validated_labels=list(label_values[1]) if text_label else [],
-        rows=trained.rows,
-        held_out=held_out.rows,
+        categories=statistics.categories,
+        numbers=statistics.numbers,
+        label_numbers=statistics.label_numbers,
+        trained_labels=list(statistics.labels.get("trained", ())),
+        validated_labels=list(statistics.labels.get("validated", ())),
+        rows=statistics.rows["trains"],
+        held_out=statistics.rows["validates"],
     )
+
+
+def _text(names: ColumnNames, name: str) -> Column:
+    """Returns a column as text, with the digits that its values have in Arrow."""
+    return names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string")
 
 
 def _frequent(counts: Mapping[str, int], kind: T.DataType, fewest: int) -> list[Any]:
     """Returns the values that enough rows have, as the type that the column has in Arrow."""
-    value_of: Callable[[str], Any] = int
-    match kept_as(kind):
-        case "string":
-            value_of = str
-        case "boolean":
-            value_of = "true".__eq__
-        case "float" | "double":
-            value_of = float
-    return [value_of(text) for text, rows in counts.items() if rows >= fewest]
+    parsers: dict[str, Callable[[str], Any]] = {
+        "string": str,
+        "boolean": _boolean,
+        "float": float,
+        "double": float,
+    }
+    parse = parsers.get(str(kept_as(kind)), int)
+    return [parse(text) for text, rows in counts.items() if rows >= fewest]
+
+
+def _boolean(text: str) -> bool:
+    return text == "true"
+
+
+def _integer_columns(names: ColumnNames, columns: Iterable[str]) -> list[str]:
+    """Returns the columns whose type is an integer."""
+    return [name for name in columns if isinstance(names.type_of(name), T.IntegralType)]
+
+
+def _are_measurements(integers: Sequence[str]) -> bool:
+    """Whether there are so many columns of integers that even integers that repeat are taken as measurements."""
+    return len(integers) > _MOST_INTEGER_COLUMNS
 
 
 def integer_categories(
@@ -191,28 +253,31 @@ def integer_categories(
 ) -> dict[str, list[int]]:
     """Returns the whole numbers of columns that are categories, too: months and codes, but also identifiers.
 
-    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have,
-    unless the table has very many such columns. None are in a column whose numbers hardly repeat, or with one beyond
-    2**53, which doubles do not tell apart.
+    - In a short range, all numbers are categories, even those that no row has.
+    - In a wider range, the numbers that at least `least` rows have are categories, provided that the column has at most
+      `most` distinct numbers, that these repeat, and that the table does not have very many columns of integers.
+    - A column with a number beyond 2**53 has no categories: doubles do not tell such numbers apart.
     """
     if not most:
         return {}
     categories = {}
-    integers = {name: column for name, column in figures.items() if isinstance(names.type_of(name), T.IntegralType)}
-    many_columns = len(integers) > _MOST_INTEGER_COLUMNS
-    for name, column in integers.items():
+    integers = _integer_columns(names, figures)
+    for name in integers:
+        column = figures[name]
         if max(-column.smallest, column.largest) >= _LARGEST_INTEGER:
             continue
-        values, counts = column.distribution.values, column.distribution.weights
-        chosen: Sequence[int] = range(int(column.smallest), int(column.largest) + 1)
-        if len(chosen) > min(most, _SHORT_RANGE):
-            repeated = len(values) <= min(most, column.rows // _FEWEST_ROWS_OF_INTEGER)
-            measured = many_columns and len(values) > _SHORT_RANGE
-            chosen = []
-            if column.distribution.whole and repeated and not measured:
-                chosen = [int(value) for value, rows in zip(values, counts, strict=True) if rows >= least]
-        if len(chosen) > 2:
-            categories[name] = list(chosen)
+        values = column.distribution.values
+        whole_range = range(int(column.smallest), int(column.largest) + 1)
+        repeats = len(values) <= min(most, column.rows // _FEWEST_ROWS_OF_INTEGER)
+        is_measured = _are_measurements(integers) and len(values) > _SHORT_RANGE
+        chosen: list[int] = []
+        if len(whole_range) <= min(most, _SHORT_RANGE):
+            chosen = list(whole_range)
+        elif column.distribution.whole and repeats and not is_measured:
+            rows_of_values = zip(values, column.distribution.weights, strict=True)
+            chosen = [int(value) for value, rows in rows_of_values if rows >= least]
+        if len(chosen) > 2:  # A number with two values tells them apart as well as categories would.
+            categories[name] = chosen
     return categories
 
 
@@ -221,20 +286,23 @@ def _classes(
 ) -> tuple[list[str], int]:
     """Returns the labels of the classes, empty if they are numbers, and how many classes there are."""
     kind = names.type_of(label)
+    labels: list[str] = []
     if isinstance(kind, T.StringType):
         labels = _text_labels(label, statistics, holds_out=holds_out)
-        classes, alike = len(labels), len(labels) < 2
+        classes = len(labels)
+        has_one_label = classes < 2
     elif isinstance(kind, T.BooleanType):
-        labels, classes, alike = ["false", "true"], 2, False
-    elif not statistics.labels:
+        labels = ["false", "true"]
+        classes = 2
+        has_one_label = False
+    elif label not in statistics.label_numbers:
         what = f"column {label!r} is {kind.simpleString()}, and labels of classes are text, booleans or whole numbers"
         raise ColumnError(what, hint="cast it to string: then the labels are learned", column=label)
     else:
-        (figures,) = statistics.labels
-        labels = []
+        figures = statistics.label_numbers[label]
         classes = classes_of(dataset, label) or _number_of_classes(label, figures)
-        alike = classes < 2 or figures.smallest == figures.largest
-    if alike:
+        has_one_label = classes < 2 or figures.smallest == figures.largest
+    if has_one_label:
         hint = "a classifier learns to tell two or more apart"
         what = f"column {label!r} has the same label in all rows that train"
         raise ColumnError(what, hint=hint, column=label, code="ST-ONE-LABEL")
@@ -242,8 +310,12 @@ def _classes(
 
 
 def _text_labels(column: str, statistics: _Statistics, *, holds_out: bool) -> list[str]:
-    """Returns the labels of the rows that train; refuses others in the rows that validate, and too many."""
-    trained, validated = {*statistics.trained_labels}, {*statistics.validated_labels}
+    """Returns the labels of the training rows; refuses too many, and labels that only validation rows have.
+
+    With `holds_out`, it returns the labels of all rows: the estimator held rows out itself.
+    """
+    trained = {*statistics.trained_labels}
+    validated = {*statistics.validated_labels}
     if holds_out:
         trained |= validated
     if len(trained) > _MOST_LABELS:
@@ -258,16 +330,16 @@ def _text_labels(column: str, statistics: _Statistics, *, holds_out: bool) -> li
 
 
 def _number_of_classes(column: str, figures: Figures) -> int:
-    """Returns the number of classes of labels that are numbers, by the smallest and the largest."""
-    smallest, largest = figures.smallest, figures.largest
-    if smallest != 0:
+    """Returns the number of classes whose labels are numbers; refuses labels that do not begin with 0."""
+    if figures.smallest != 0:
+        what = f"column {column!r} has labels {figures.smallest:g} ... {figures.largest:g}"
         raise ColumnError(
-            f"column {column!r} has labels {smallest:g} ... {largest:g}, and classes are counted from 0",
+            f"{what}, and classes are counted from 0",
             hint="subtract the smallest, or cast the column to string: then the labels are learned",
             column=column,
             code="ST-LABEL-RANGE",
         )
-    return int(largest) + 1
+    return int(figures.largest) + 1
 
 
 def check_numbers_to_predict(names: ColumnNames, labels: Iterable[str], estimator: Any) -> None:
@@ -282,9 +354,116 @@ def check_numbers_to_predict(names: ColumnNames, labels: Iterable[str], estimato
 
 
 def warn_of_constants(learned: LearnedTable) -> None:
-    """Names columns of numbers from which nothing can be learned, and says where all labels are the same."""
+    """Logs a warning for columns of numbers that never change, and another one if a label never changes."""
     if learned.constants:
         listed = ", ".join(map(repr, learned.constants))
         _LOG.warning("the same number, or null, in all rows that train, and so without effect: %s", listed)
     if learned.rows and any(deviation == 0 for _, deviation in learned.scales):
         _LOG.warning("the label is the same in all rows that train, and so is what the model will predict")
+
+
+def _chooses_kinds(p: Values) -> bool:
+    """Whether the estimator decides which columns are categories."""
+    return p["categoricalCols"] is None and p["numericCols"] is None
+
+
+def kinds_of_columns(p: Values, names: ColumnNames) -> _Kinds:
+    """Returns the input columns by kind; refuses names that contradict each other, and types that it cannot take."""
+    role_columns = {column for param in ROLE_PARAMS for name in _listed(p[param]) for column in names.called(name)}
+    columns_without_role = [
+        name for name in names.schema.names if name not in role_columns and not CROSS_VALIDATION_COLUMN.search(name)
+    ]
+    explicitly_named = _by_column(names, [*(p["categoricalCols"] or ()), *(p["numericCols"] or ())])
+    chosen_inputs = _by_column(names, p["inputCols"] or ())
+    candidates = chosen_inputs or _by_column(names, columns_without_role)
+    # The type decides the kind of an input that neither categoricalCols nor numericCols names.
+    unassigned = [name for column, name in candidates.items() if column not in explicitly_named]
+    numeric_by_type = [name for name in unassigned if _is_number(names.type_of(name))]
+    other_by_type = [name for name in unassigned if name not in numeric_by_type]
+    numeric = numeric_by_type if p["numericCols"] is None else p["numericCols"]
+    categorical_or_time = other_by_type if p["categoricalCols"] is None else p["categoricalCols"]
+    _check_inputs(p, names, explicitly_named, chosen_inputs, [*numeric, *categorical_or_time])
+    kinds = _Kinds(categorical=[], times={}, numeric=numeric)
+    for name in categorical_or_time:
+        kind = names.type_of(name)
+        if isinstance(kind, T.DateType):
+            kinds.times[name] = ["month", "weekday"]
+        elif isinstance(kind, _TIMES):
+            kinds.times[name] = ["month", "weekday", "hour"]
+        elif isinstance(kind, (T.StringType, *NUMERIC)):
+            kinds.categorical.append(name)
+        else:
+            hint = "leave it out: inputCols names the columns to take"
+            what = f"column {name!r} is {kind.simpleString()}, neither text, number, boolean, date nor timestamp"
+            raise ColumnError(what, hint=hint, column=name)
+    check_numbers(names, numeric)
+    if not any(kinds):
+        hint = "its other columns are the inputs: text, numbers, booleans, dates and timestamps"
+        raise ColumnError("the table has no column but the label and those that have another role", hint=hint)
+    return kinds
+
+
+def _check_inputs(
+    p: Values,
+    names: ColumnNames,
+    explicitly_named: Mapping[str, str],
+    chosen_inputs: Mapping[str, str],
+    used: Sequence[str],
+) -> None:
+    """Refuses the label among the inputs, and inputs that one Param names and another one leaves out.
+
+    Args:
+        p: The Params.
+        names: The columns of the table.
+        explicitly_named: The names in `categoricalCols` and `numericCols`, by column.
+        chosen_inputs: The names in `inputCols`, by column.
+        used: The names of all columns that have a kind.
+    """
+    outside = [name for column, name in explicitly_named.items() if chosen_inputs and column not in chosen_inputs]
+    if outside:
+        name = min(outside)
+        raise ColumnError(
+            f"column {name!r} is not among inputCols", hint="name it there, or leave inputCols out", column=name
+        )
+    labels = [
+        name
+        for column, name in _by_column(names, p["labelCols"] or [p["labelCol"]]).items()
+        if column in chosen_inputs or column in explicitly_named
+    ]
+    if labels:
+        name = min(labels)
+        hint = "leave it out: a model would only repeat it"
+        raise ColumnError(f"the label {name!r} is among the input columns", hint=hint, column=name)
+    used_columns = _by_column(names, used)
+    unused = [name for column, name in chosen_inputs.items() if column not in used_columns]
+    if unused:
+        name = min(unused)
+        raise ColumnError(
+            f"column {name!r} is among inputCols, and in neither categoricalCols nor numericCols",
+            hint="name it in one of them, or leave it out of inputCols",
+            column=name,
+        )
+
+
+def _order_inputs(p: Values, names: ColumnNames, kinds: _Kinds) -> list[str]:
+    """Returns the input columns in the order of `inputCols`, or of the table."""
+    inputs = {*kinds.categorical, *kinds.times, *kinds.numeric}
+    order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
+    return [name for name in dict.fromkeys(order) if name in inputs]
+
+
+def _listed(value: Any) -> Sequence[str]:
+    """Returns the columns that a Param names: one, several, or none."""
+    return [value] if isinstance(value, str) else value or []
+
+
+def _by_column(names: ColumnNames, called: Iterable[str]) -> dict[str, str]:
+    """Maps each column to the first of the names that refer to it."""
+    by_column: dict[str, str] = {}
+    for name in called:
+        by_column.setdefault(names.sql(name), name)
+    return by_column
+
+
+def _is_number(kind: T.DataType) -> bool:
+    return isinstance(kind, NUMERIC) and not isinstance(kind, T.BooleanType)

@@ -15,14 +15,20 @@ __all__ = ["TableNetwork", "network_settings"]
 
 
 def network_settings(rows: int) -> dict[str, Any]:
-    """Returns the sizes of a `TableNetwork` for a number of rows that train: few members for many rows."""
-    return {"hidden": [128, 64], "members": 4 if rows < 40_000 else 2 if rows < 150_000 else 1}
+    """Returns the sizes of a `TableNetwork` for a number of training rows: the more rows, the fewer members."""
+    members = 1
+    if rows < 40_000:
+        members = 4
+    elif rows < 150_000:
+        members = 2
+    return {"hidden": [128, 64], "members": members}
 
 
 class TableNetwork(nn.Module):
-    """Multilayer perceptrons of categories and numbers, each in an embedding of its column's own.
+    """Multilayer perceptrons, whose inputs are categories and numbers in embeddings, one for each column.
 
-    Several of them, the members, share most of their weights, and their mean is returned (TabM, arXiv 2410.24210).
+    Several perceptrons, the members, share most of their weights; the network returns the mean of their outputs (TabM,
+    arXiv 2410.24210).
     """
 
     def __init__(
@@ -46,9 +52,9 @@ class TableNetwork(nn.Module):
             hidden: Sizes of the hidden layers.
             dropout: Probability with which a hidden value is left out in training.
             scales: Mean and standard deviation of each output's labels, if they are numbers to predict.
-            edges: Ascending edges of the bins of the first columns of numbers, which get an embedding; none do without.
+            edges: Ascending edges of bins, for each of the first columns of numbers. These columns get an embedding.
             members: Number of perceptrons.
-            number_width: Size of the embedding of a number.
+            number_width: Number of elements in the embedding of a number.
         """
         super().__init__()
         self.embeddings = nn.ModuleList(CategoryEmbedding.of(count) for count in cardinalities)
@@ -65,14 +71,14 @@ class TableNetwork(nn.Module):
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Returns the outputs, of shape `(rows, outputs)`.
 
-        In training, several members return the outputs of each, `{"members": (rows, members, outputs)}`: it is the
-        mean of their losses that is to be small, or they would learn the same.
+        In training, a network of several members returns `{"members": (rows, members, outputs)}`: the loss is the mean
+        of the members' losses. With the loss of their mean, the members would learn the same.
         """
-        columns = [embedding(categories[:, column]) for column, embedding in enumerate(self.embeddings)]
-        columns.append(numbers)
+        parts = [embedding(categories[:, column]) for column, embedding in enumerate(self.embeddings)]
+        parts.append(numbers)
         if self.numbers is not None:
-            columns.append(self.numbers(numbers[:, : self.embedded]))
-        inputs = torch.cat(columns, dim=1)
+            parts.append(self.numbers(numbers[:, : self.embedded]))
+        inputs = torch.cat(parts, dim=1)
         outputs: torch.Tensor = self.layers(inputs)
         if self.scales:
             scaled = [outputs[..., column] * deviation + mean for column, (mean, deviation) in enumerate(self.scales)]
@@ -87,6 +93,7 @@ def _members(width: int, hidden: Sequence[int], outputs: int, dropout: float, me
     layers: list[nn.Module] = []
     for size in hidden:
         layers += [MemberLinear(width, size, members, first=not layers), nn.ReLU()]
-        layers += [nn.Dropout(dropout)] if dropout else []
+        if dropout:
+            layers.append(nn.Dropout(dropout))
         width = size
     return nn.Sequential(*layers, MemberOutput(width, outputs, members))

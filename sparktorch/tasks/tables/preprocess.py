@@ -1,4 +1,4 @@
-"""What is learned of a table's columns, as a `preprocess` that makes tensors of them."""
+"""The `preprocess` of tables: it makes tensors from columns by the categories and scales that a fit has learned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sparktorch.tasks.shared.columns import FIRST_CATEGORY, as_doubles, category
 
 __all__ = ["BINS", "TableColumns", "scaled_edges"]
 
-BINS = 48  # A column of numbers has so many at most.
+BINS = 48  # A column of numbers has at most this number of bins.
 _LEAST_WIDTH = 1e-5  # Narrower bins are left out.
-# Parts of a time, and the categories of each. Dates have no hour.
+# Each part of a time has a function that computes it, and its categories. Dates have no hour.
 _PARTS: dict[str, tuple[Any, list[int]]] = {
     "month": (pc.month, list(range(1, 13))),
     "weekday": (pc.day_of_week, list(range(7))),
@@ -28,16 +28,17 @@ _PARTS: dict[str, tuple[Any, list[int]]] = {
 
 @dataclass(frozen=True)
 class TableColumns:
-    """A `preprocess` that makes two tensors of the columns of a table: `categories` and `numbers`.
+    """A `preprocess` that makes two tensors from the columns of a table: `categories` and `numbers`.
 
     Attributes:
-        categories: Known categories by column. Index 0 is any other one, 1 is null, and 2 the first known one.
-        times: Parts by column of dates or timestamps, "month", "weekday" (0 is Monday) and "hour", in UTC.
-        numbers: Centre and scale by column: of numbers, or of dates and timestamps in seconds since 1970, in UTC. Nulls
-            and NaN become 0, the centre; so does a column of scale 0, which was the same in all rows that trained.
-        missing: Columns of `numbers` of which another column says where they are null or NaN.
-        bound: The value that scaled numbers come near, and do not exceed, as far as they are from their centre; 0 for
-            none.
+        categories: The known categories, by column. Index 0 stands for an unknown category, 1 for null, and 2 for the
+            first known category.
+        times: The parts of dates or timestamps, by column: "month", "weekday" (0 is Monday) and "hour", in UTC.
+        numbers: Centre and scale, by column. Dates and timestamps are seconds since 1970, in UTC. Nulls and NaN become
+            0, the centre. All numbers of a column with scale 0, which was the same in all training rows, become 0, too.
+        missing: Columns of `numbers` for which the tensor has another column, which is 1 where they are null or NaN.
+        bound: The bound of scaled numbers, which they come near the farther they are from the centre, and do not
+            exceed; 0 for no bound.
     """
 
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -49,19 +50,19 @@ class TableColumns:
 
     @property
     def vocabulary(self) -> dict[str, list[Any]]:
-        """The categories of each column of the tensor `categories`, from index 2 on; a time's part is `time.part`."""
+        """The categories by column of the tensor `categories`, from index 2 on; a part of a time is `time.part`."""
         parts = {f"{name}.{part}": _PARTS[part][1] for name, parts in self.times.items() for part in parts}
         return {name: list(values) for name, values in {**self.categories, **parts}.items()}
 
     @property
     def cardinalities(self) -> list[int]:
-        """Number of indices of each column of the tensor `categories`."""
+        """The number of indices in each column of the tensor `categories`."""
         parts = [_PARTS[part][1] for parts in self.times.values() for part in parts]
         return [FIRST_CATEGORY + len(values) for values in (*self.categories.values(), *parts)]
 
     @property
     def width(self) -> int:
-        """Number of columns of the tensor `numbers`."""
+        """The number of columns of the tensor `numbers`."""
         return len(self.numbers) + len(self.missing)
 
     def __call__(
@@ -71,39 +72,44 @@ class TableColumns:
         indices = [category_indices(columns[name], values) for name, values in self.categories.items()]
         for name, parts in self.times.items():
             instants = columns[name].cast(pa.timestamp("us"))
-            indices += [category_indices(_PARTS[part][0](instants), _PARTS[part][1]) for part in parts]
+            for part in parts:
+                compute, categories = _PARTS[part]
+                indices.append(category_indices(compute(instants), categories))
         rows = len(next(iter(columns.values())))
-        values = _stacked([as_doubles(columns[name]) for name in self.numbers], rows, np.float64).numpy()
-        numbers = [*_scaled(values, list(self.numbers.values()), self.bound).T]
+        doubles = _as_tensor([as_doubles(columns[name]) for name in self.numbers], rows, np.float64).numpy()
+        numbers = list(_scaled(doubles, list(self.numbers.values()), self.bound).T)
         numbers += [pc.is_null(columns[name], nan_is_null=True).to_numpy(zero_copy_only=False) for name in self.missing]
-        return {"categories": _stacked(indices, rows, np.int64), "numbers": _stacked(numbers, rows, np.float32)}
+        return {"categories": _as_tensor(indices, rows, np.int64), "numbers": _as_tensor(numbers, rows, np.float32)}
 
 
 def _scaled(
     values: npt.NDArray[np.float64], centres_and_scales: Sequence[Sequence[float]], bound: float
 ) -> npt.NDArray[np.float64]:
-    """Returns columns less their centres in units of their scales, and 0 for NaN and in columns of scale 0.
+    """Subtracts its centre from each column and divides by its scale; NaN and columns with scale 0 become 0.
 
     With a bound, the scaled value z becomes z / sqrt(1 + (z / bound)^2), the smooth clipping of RealMLP (arXiv
-    2407.04491). It is about z where that is small, and keeps outliers apart from each other.
+    2407.04491). This is about z for a small z, and tells outliers apart.
     """
     centres, scales = np.array(centres_and_scales, np.float64).reshape(-1, 2).T
-    units = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
-    scaled: npt.NDArray[np.float64] = np.nan_to_num((values - centres) * units, nan=0.0)
+    factors = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
+    scaled: npt.NDArray[np.float64] = np.nan_to_num((values - centres) * factors, nan=0.0)
     if bound:
         scaled /= np.hypot(1.0, scaled / bound)
     return scaled
 
 
 def scaled_edges(edges: npt.NDArray[np.float64], centre_and_scale: Sequence[float], bound: float) -> list[float]:
-    """Returns ascending edges of a column's bins as `TableColumns` scales its numbers: two or more, none too near."""
+    """Scales the ascending edges of a column's bins as `TableColumns` scales its numbers; returns at least two.
+
+    Edges that are too near to the one before are left out.
+    """
     scaled = np.sort(_scaled(edges[:, None], [centre_and_scale], bound).astype(np.float32)[:, 0])
     scaled = scaled[np.diff(scaled, prepend=-np.inf) > _LEAST_WIDTH]
     return scaled.tolist() if len(scaled) > 1 else [0.0, 1.0]
 
 
-def _stacked(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch.Tensor:
-    """Returns columns as one tensor of shape `(rows, columns)`."""
+def _as_tensor(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch.Tensor:
+    """Returns a tensor of shape `(rows, columns)`, also if there are no columns."""
     array = np.empty((rows, len(columns)), dtype)
     for index, column in enumerate(columns):
         array[:, index] = column

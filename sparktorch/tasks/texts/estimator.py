@@ -17,8 +17,9 @@ from sparktorch.tasks.texts.params import TextClassificationModelParams, TextCla
 
 __all__ = ["NEW_TEXTS", "TEXTS", "TextClassificationModel", "TextClassifier"]
 
-# Trained weights want a small rate, which rises first: the new head would send them large gradients. A tenth of 500
-# rows or fewer says too little of which epoch is the best: the loss of 20 was the least long before the error was.
+# Trained weights need a small rate, which rises first, because the new head begins with large gradients. A tenth of 500
+# rows or fewer says too little about which epoch is the best: with 20 held-out rows, the loss was least long before the
+# error was.
 TEXTS = TaskSettings(
     learning_rate=1e-4,
     usual_rate=5e-5,
@@ -48,7 +49,7 @@ NEW_TEXTS = replace(
 
 
 class TextClassificationModel(FolderModel, TextClassificationModelParams):
-    """A classifier fitted by `TextClassifier`: `textCol` in, what `TorchClassificationModel` adds out."""
+    """A classifier fitted by `TextClassifier`. It reads `textCol` and adds what `TorchClassificationModel` adds."""
 
     _estimator = "sparktorch.tasks.texts.estimator:TextClassifier"
 
@@ -56,8 +57,8 @@ class TextClassificationModel(FolderModel, TextClassificationModelParams):
 class TextClassifier(FolderClassifier, TextClassifierParams):
     """Trains a classifier of text from a local folder with a model and a tokenizer of Hugging Face's.
 
-    The folder is at the same path on the driver and in each rank. A model without a head for classes, or with one for
-    fewer than the labels have, gets a new one.
+    The folder is at the same path on the driver and in each rank. A model without a head for classes, or with a head
+    for fewer classes than the labels have, gets a new head.
 
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
@@ -70,21 +71,23 @@ class TextClassifier(FolderClassifier, TextClassifierParams):
     _auto = "AutoModelForSequenceClassification"
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
-        length, config = self.getMaxLength(), config_in(folder)
-        model = getattr(transformers(), params["architectures"][0])
+        """Returns the tokenizer's preprocess; refuses a tokenizer that does not fit the model, and too long texts."""
+        length = self.getMaxLength()
         at_least("maxLength", length, 1)
+        config = config_in(folder)
+        model = getattr(transformers(), params["architectures"][0])
         tokens = Tokens(folder, max_length=length, arguments=names_of_arguments(model))
         tokenizer = tokens.load()
-        what, size = "", getattr(config, "vocab_size", None)
         if tokenizer.pad_token_id is None:
-            what = "has no padding token, which rows of several lengths need"
+            what = f"the tokenizer in {folder} has no padding token, which rows of several lengths need"
             hint = "set tokenizer.pad_token, such as tokenizer.eos_token, and save it in the folder"
-        elif size is not None and len(tokenizer) > size:
-            what = f"knows {len(tokenizer)} tokens, and the model {size}"
+            raise ModuleError(what, hint=hint, param="modelFolder")
+        size = getattr(config, "vocab_size", None)
+        if size is not None and len(tokenizer) > size:
+            what = f"the tokenizer in {folder} knows {len(tokenizer)} tokens, and the model {size}"
             hint = "are they of one model? model.resize_token_embeddings(len(tokenizer)) makes room, then save both"
-        if what:
-            raise ModuleError(f"the tokenizer in {folder} {what}", hint=hint, param="modelFolder")
-        if getattr(config, "pad_token_id", 0) is None:
+            raise ModuleError(what, hint=hint, param="modelFolder")
+        if getattr(config, "pad_token_id", 0) is None:  # Configurations without this attribute need no padding token.
             params["pad_token_id"] = tokenizer.pad_token_id
         positions = getattr(config, "max_position_embeddings", None)
         most = min(positions, tokenizer.model_max_length) if positions else length

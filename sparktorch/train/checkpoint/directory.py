@@ -19,35 +19,37 @@ from sparktorch.errors import ClusterError, PersistenceError
 
 __all__ = ["CLAIM", "Directory", "Lease", "cannot_write", "claim_in"]
 
-# This file says who may write into a directory: one attempt of one fit at a time.
+# This file says who may write into a directory; at any time, that is one attempt of one fit.
 CLAIM = "claim.json"
 
-# Errors of a missing or unreadable file, as opposed to those of an unreachable directory.
+# These errors say that a file is missing or unreadable, and not that the directory cannot be reached.
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-# Mounts of object stores answer with these to hard links, and file systems to a sync that they do not know.
+# Mounts of object stores answer a hard link with one of these errors.
 _NO_LINKS = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+# File systems that know no sync answer it with one of these errors.
 _NO_SYNC = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-# Files are read and written in blocks of so many bytes; each block counts as progress.
+# Files are read and written in blocks of these sizes; each block counts as progress.
 _READ_BYTES = 4 << 20
 _WRITE_BYTES = 64 << 20
-# A lease that has not been renewed for so long has expired.
+# A lease expires if it is not renewed for this long.
 _CLAIM_SECONDS = 30.0
 
 
 class Directory:
-    """Files by name under one URL; a name may contain a folder, but cannot lead out of the directory."""
+    """The files under one URL, by name; a name may contain a folder, but cannot lead out of the directory."""
 
     def __init__(self, url: str, moved: Callable[[], object] = no_op) -> None:
-        """Opens the directory, which need not exist; `moved` is called for every few MB, which count as progress.
+        """Opens the directory, which need not exist; `moved` is called for every few MB, and counts them as progress.
 
         A `PersistenceError` says that the file system is unknown, or its package is not installed.
         """
-        import fsspec  # It is slow to import, and needed for checkpoints only.
+        import fsspec  # The import is slow, and needed for checkpoints only.
         from fsspec.implementations.local import LocalFileSystem
 
-        self.url, self._moved = url, moved
+        self.url = url
+        self._moved = moved
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -60,16 +62,16 @@ class Directory:
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
         """Writes a file atomically, and creates its folder; replaces a file of the same name.
 
-        On remote file systems, a file of more than 64 MB may be truncated if writing fails. A `new` file raises
-        `FileExistsError` instead of replacing one; a file system that cannot guarantee this may replace it
-        nevertheless. Some file systems raise other exceptions than `OSError`.
+        On remote file systems, a file of more than 64 MB may be truncated if writing fails. If the file must be `new`,
+        an existing file raises `FileExistsError`; a file system that cannot guarantee this may replace it nevertheless.
+        Some file systems raise other exceptions than `OSError`.
         """
         path = self._path(name)
         if self.is_local:
             _put_local(Path(path), content, self._moved, new=new)
         elif len(content) > _WRITE_BYTES:
-            # A failure may truncate the file, which readers detect by the manifest: that is small, and written in one
-            # piece.
+            # A failure may truncate the file. Readers notice this by the manifest, which is small, and therefore
+            # written in one piece.
             with self._fs.open(path, "wb") as file:
                 for block in _blocks(content):
                     file.write(block)
@@ -89,7 +91,8 @@ class Directory:
 
     def measure(self, name: str) -> dict[str, Any]:
         """Returns size in bytes and SHA-256 of a file; raises what `read` does."""
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         with self._reaching(), self._fs.open(self._path(name), "rb") as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
@@ -98,13 +101,13 @@ class Directory:
         return {"bytes": size, "sha256": digest.hexdigest()}
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file of that name; raises `ClusterError` as `read` does."""
+        """Returns whether there is a file of this name; raises `ClusterError` as `read` does."""
         with self._reaching():
             self._fs.invalidate_cache()
             return bool(self._fs.exists(self._path(name)))
 
     def names(self) -> list[str]:
-        """Returns the names of files and folders; none where the directory does not exist."""
+        """Returns the names of files and folders; there are none if the directory does not exist."""
         with self._reaching():
             self._fs.invalidate_cache()
             if not self._fs.isdir(self._root):
@@ -122,7 +125,7 @@ class Directory:
                 self._fs.rm(path, recursive=True)
 
     def link(self, name: str, target: Path) -> None:
-        """Links a file that is local to a path that does not exist yet; raises what `read` does."""
+        """Makes `target`, a path that does not exist yet, a link to a local file; raises what `read` does."""
         with self._reaching():
             target.symlink_to(self._path(name))
 
@@ -137,7 +140,7 @@ class Directory:
         return True
 
     def _path(self, name: str) -> str:
-        """Returns the path of a file; a link, or a name, that leads out of the directory is a `FileNotFoundError`."""
+        """Returns the path of a file; raises `FileNotFoundError` for a link or name that leads out of the directory."""
         path = f"{self._root}/{name}"
         # Whoever can write into the directory could place a link there that makes this process read another file.
         if self.is_local and os.path.realpath(path) != f"{os.path.realpath(self._root)}/{name}":
@@ -146,10 +149,10 @@ class Directory:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Context that raises `FileNotFoundError` for a missing file, `ClusterError` for an unreachable directory.
+        """Context that raises `FileNotFoundError` for a missing file, and `ClusterError` for an unreachable directory.
 
-        File systems raise various errors. The distinction matters: files of an unreachable directory may be intact, and
-        must not be given up.
+        File systems raise various errors for both. Files in an unreachable directory may be intact, and must not be
+        given up.
         """
         try:
             yield
@@ -183,15 +186,16 @@ def _blocks(content: bytes) -> Iterator[memoryview]:
 
 
 def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new: bool) -> None:
+    """Writes a local file under another name, and gives it its name once it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The name is unpredictable, so that nobody can have placed a link there.
+    # The other name is random, so that nobody can have placed a link there.
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with partial.open("xb") as file:
             for block in _blocks(content):
                 file.write(block)
                 file.flush()
-                _sync(file.fileno())  # A single sync at the end would block for long.
+                _sync(file.fileno())  # A single sync at the end would block for a long time.
                 moved()
         if new:
             _link_or_create(partial, target, content)
@@ -199,17 +203,17 @@ def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new
             partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)  # After a failure, this frees space on a full disk.
-    directory = os.open(target.parent, os.O_RDONLY)
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
-        _sync(directory)  # The new name survives a power failure, too.
+        _sync(folder)  # So the new name survives a power failure, too.
     finally:
-        os.close(directory)
+        os.close(folder)
 
 
 def _link_or_create(partial: Path, target: Path, content: bytes) -> None:
-    """Puts a written file under a name that must not exist yet.
+    """Gives a written file its name, which must not exist yet.
 
-    A file system without hard links gets an exclusive creation, which readers may see before its content is there.
+    On a file system without hard links, the file is written once more; readers may see it before it is complete.
     """
     try:
         os.link(partial, target)
@@ -221,7 +225,7 @@ def _link_or_create(partial: Path, target: Path, content: bytes) -> None:
 
 
 def _sync(descriptor: int) -> None:
-    """Waits until a file is on its disk, where the file system can say so; others write it when it is closed."""
+    """Waits until a file is on its disk; a file system that knows no sync writes the file when it is closed."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -232,17 +236,23 @@ def _sync(descriptor: int) -> None:
 class Lease:
     """The right to write into a directory; its holder renews it every few seconds.
 
-    A later attempt of the same fit takes the lease over from an earlier one, whose processes may still run. If the
-    earlier one has checked before that and then renews, the later one takes the lease over again.
+    A later attempt of the same fit takes the lease over from an earlier attempt, whose processes may still run. If the
+    earlier attempt has checked the lease just before and renews it just afterwards, the later attempt takes it over
+    again.
     """
 
     def __init__(self, directory: Directory, owner: str, attempt: str = "", restart: int = 0) -> None:
-        """Acquires the lease of a fit's attempt; of attempts with as many starts (`restart`) before, the last gets it.
+        """Acquires the lease for an attempt of a fit.
 
-        A `PersistenceError` says that another fit holds one that has not expired, or a later attempt holds one. Some
-        file systems raise other exceptions than `OSError` when writing fails.
+        `restart` is the number of earlier starts of the fit. The lease goes to the attempt with the largest number; if
+        several have it, to the last of them. A `PersistenceError` says that another fit holds a lease that has not
+        expired, or a later attempt of this fit holds the lease. Some file systems raise other exceptions than `OSError`
+        when writing fails.
         """
-        self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
+        self._directory = directory
+        self._owner = owner
+        self._attempt = attempt
+        self._restart = restart
         claim = claim_in(self._directory)
         if claim is None:
             with suppress(FileExistsError):
@@ -263,12 +273,12 @@ class Lease:
         self._write()
 
     def renew(self) -> None:
-        """Renews the lease; a `PersistenceError` says that another fit, or a later attempt of this one, holds it."""
+        """Renews the lease; a `PersistenceError` says that another fit, or a later attempt of this fit, holds it."""
         self.check()
         self._write()
 
     def check(self) -> None:
-        """Checks that nobody else holds the lease, otherwise raises a `PersistenceError`."""
+        """Raises a `PersistenceError` if another fit, or a later attempt of this fit, holds the lease."""
         claim = claim_in(self._directory)
         if not claim or (claim["owner"], claim["attempt"]) == (self._owner, self._attempt):
             return

@@ -2,11 +2,11 @@
 
 A checkpoint is a directory of plain files:
 
-- `rank-N.safetensors`: rank N's share of the tensors, in the layout of `torch.distributed.checkpoint`; where it has
-  several parts of one tensor, the others are in `rank-N-1.safetensors` and so on;
-- `rank-N.pt`: the rest of that rank's state, read with `weights_only=True`;
-- `manifest.json`: written last, atomically. It says how far the training was, and size and SHA-256
-  of the other files. A directory without it is no checkpoint.
+- `rank-N.safetensors`: rank N's share of the tensors, in the layout of `torch.distributed.checkpoint`. Earlier versions
+  may have written further parts of the same tensors into `rank-N-1.safetensors` and so on.
+- `rank-N.pt`: the rest of rank N's state, which is read with `weights_only=True`.
+- `manifest.json`: how far the training was, and size and SHA-256 of the other files. It is written last, atomically: a
+  directory without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pickle
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,13 +47,12 @@ class Share:
     """A copy of one rank's share of the state, on the CPU.
 
     Attributes:
-        files: Parts of tensors by name, each with its offset along each axis of the whole tensor; one part of a tensor
-            in a file.
-        rest: The rest of the state as `torch.save` bytes, because the loop goes on changing it.
+        tensors: This rank's part of each tensor, by name, with the part's offset along each axis of the whole tensor.
+        rest: The rest of the state as bytes from `torch.save`, because the loop goes on changing the state.
         seconds: Seconds that the copy took.
     """
 
-    files: Sequence[Mapping[str, tuple[torch.Tensor, list[int]]]]
+    tensors: Mapping[str, tuple[torch.Tensor, list[int]]]
     rest: bytes
     seconds: float = 0.0
 
@@ -61,25 +60,27 @@ class Share:
 def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: Callable[[str], bool]) -> Share:
     """Copies a rank's share of the state, so that it can be written while the training goes on.
 
-    Of sharded tensors, this rank's shards are copied; `saves` says whether this rank saves the unsharded tensor of a
-    name. A `PersistenceError` refuses other types in `rest` than numbers, strings, tensors, and lists and dicts of
-    them.
+    From sharded tensors, it copies this rank's shards. `saves` takes the name of an unsharded tensor, and returns
+    whether this rank saves it. A `PersistenceError` refuses a value in `rest` that is neither a number, a string, a
+    tensor, nor a list or dict of these.
     """
     started = time.perf_counter()
-    parts, offsets = {}, {}
+    parts = {}
+    offsets = {}
     for name, value in tensors.items():
-        # Ranks that have the same shard of a tensor leave it to the first of them.
-        if first_copy(value) if hasattr(value, "to_local") else saves(name):
+        # If several ranks have the same shard of a tensor, the first of them saves it.
+        is_saved_here = first_copy(value) if hasattr(value, "to_local") else saves(name)
+        if is_saved_here:
             part, offset = local_part(value)
             if part.numel():
-                parts[name], offsets[name] = part.detach(), offset or [0]
+                parts[name] = part.detach()
+                offsets[name] = offset or [0]
     copies = download(parts, copy=True)
-    # The layout of files has no scalars: it takes them as one element.
-    file = {name: (copy.reshape(copy.shape or (1,)).contiguous(), offsets[name]) for name, copy in copies.items()}
-    files = [file] if file else []
+    # The layout of the files has no scalars: they become tensors with one element.
+    shares = {name: (copy.reshape(copy.shape or (1,)).contiguous(), offsets[name]) for name, copy in copies.items()}
     content = io.BytesIO()
     torch.save({name: storable(value, name) for name, value in rest.items()}, content)
-    return Share(files, content.getvalue(), time.perf_counter() - started)
+    return Share(shares, content.getvalue(), time.perf_counter() - started)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +90,12 @@ class Manifest:
     Attributes:
         step: Optimizer steps taken since the training began.
         epoch: The epoch in which the training is, from 0.
-        step_in_epoch: Steps taken in that epoch.
-        world_size: Number of ranks that wrote it.
+        step_in_epoch: Steps taken in this epoch.
+        world_size: Number of ranks that wrote the checkpoint.
         job: Settings that identify the training; a training with other settings may not resume from it.
-        loss: What `TrainConfig.judged` says of the last validation; `None` without one.
+        loss: What `TrainConfig.judged` returns for the last validation; `None` without a validation.
         files: Size in bytes and SHA-256 of each file, by name.
-        attempt: The attempt that wrote it.
+        attempt: The attempt that wrote the checkpoint.
         format: The version of the layout of the files.
     """
 
@@ -112,12 +113,12 @@ class Manifest:
 class CheckpointStore:
     """The checkpoints of one training, in a directory on any file system that fsspec supports.
 
-    Each attempt writes into its own folders. Ranks of an earlier attempt, which may run on for seconds, therefore never
+    Each attempt writes into its own folders, because ranks of an earlier attempt may run on for seconds, and must not
     write into folders that are read later.
     """
 
     def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = no_op) -> None:
-        """Opens the directory, which need not exist; `moved` is called for every few MB, which count as progress.
+        """Opens the directory, which need not exist; `moved` is called for every few MB, and counts them as progress.
 
         `attempt`, in hexadecimal, identifies this attempt in the names of its folders.
         """
@@ -130,11 +131,10 @@ class CheckpointStore:
         from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
         contents = {f"rank-{rank:05d}.pt": share.rest}
-        for number, parts in enumerate(share.files):
-            tensors = {name: part for name, (part, _) in parts.items()}
-            offsets = {name: {SAVED_OFFSETS_KEY: offset} for name, (_, offset) in parts.items()}
-            name = f"rank-{rank:05d}-{number}" if number else f"rank-{rank:05d}"
-            contents[f"{name}.safetensors"] = save(tensors, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
+        if share.tensors:
+            tensors = {name: part for name, (part, _) in share.tensors.items()}
+            offsets = {name: {SAVED_OFFSETS_KEY: offset} for name, (_, offset) in share.tensors.items()}
+            contents[f"rank-{rank:05d}.safetensors"] = save(tensors, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
         for name, content in contents.items():
             self.directory.put(f"{_folder(step, self._attempt)}/{name}", content)
         return {
@@ -151,12 +151,12 @@ class CheckpointStore:
     def claim(self, owner: str, restart: int = 0) -> Lease:
         """Acquires the directory's lease for this attempt of a fit; raises what `Lease` does.
 
-        Writing it is no progress of the training: a thread renews it for as long as the process lives.
+        Writing the lease does not count as progress: a thread renews it for as long as the process lives.
         """
         return Lease(Directory(self.directory.url), owner, self._attempt, restart)
 
     def claimed_by(self, owner: str) -> bool:
-        """Returns whether this attempt of a fit holds the lease, which every rank must be able to see."""
+        """Returns whether this attempt of a fit holds the lease; every rank must be able to see that."""
         claim = claim_in(self.directory) or {}
         return (claim.get("owner"), claim.get("attempt")) == (owner, self._attempt)
 
@@ -195,17 +195,17 @@ class CheckpointStore:
         return {attempt for _, attempt in self._folders()}
 
     def keep(self, steps: set[int], *, before: int | None = None, attempts: set[str] | None = None) -> None:
-        """Removes incomplete checkpoints, and all that are not of the given steps.
+        """Removes all checkpoints but the complete ones of `steps`.
 
-        It removes only those `before` a step, because ranks may be writing later ones, and only those of `attempts`,
-        because a newer one may have started.
+        With `before`, it leaves checkpoints from this step on alone, because ranks may be writing them. With
+        `attempts`, it leaves checkpoints of other attempts alone, because a later attempt may have started.
         """
         for step, attempt in self._folders():
             if (before is not None and step >= before) or (attempts is not None and attempt not in attempts):
                 continue
             folder = _folder(step, attempt)
             if step not in steps:
-                # The manifest goes first, so that a half-removed checkpoint does not look complete.
+                # The manifest is removed first, so that a half-removed checkpoint does not look complete.
                 self.directory.remove(f"{folder}/{_MANIFEST}")
                 self.directory.remove(folder)
             elif not self.directory.exists(f"{folder}/{_MANIFEST}"):
@@ -223,13 +223,14 @@ class CheckpointStore:
     def read_manifest(self, step: int, attempt: str = "") -> Manifest:
         """Returns the manifest of a checkpoint.
 
-        A `PersistenceError` says that it is missing, damaged, or names files that cannot belong to it.
+        A `PersistenceError` says that the manifest is missing, damaged, or names files that cannot belong to it.
         """
         problem = ""
         try:
             content = json.loads(self.directory.read(f"{_folder(step, attempt)}/{_MANIFEST}"))
             values = content["manifest"]
-            manifest, names = Manifest(**values), values["files"]
+            manifest = Manifest(**values)
+            names = values["files"]
             refusals = {
                 "it was changed after it was written": content["sha256"] != _digest(values),
                 "it is that of another checkpoint": (manifest.step, manifest.attempt) != (step, attempt),
@@ -253,7 +254,7 @@ class CheckpointStore:
 
     @contextmanager
     def local(self, manifest: Manifest, needs: Needs) -> Iterator[Path]:
-        """Context with a local directory that has the tensor files of a checked checkpoint, and no others.
+        """Context with a local directory that has the tensor files of a checked checkpoint, and no other files.
 
         `needs` returns whether a part of a tensor will be read.
         """
@@ -267,7 +268,7 @@ class CheckpointStore:
     def read_rest(self, manifest: Manifest, rank: int) -> dict[str, Any]:
         """Returns the rest of a rank's state, besides named tensors.
 
-        A `PersistenceError` refuses other types than numbers, strings, tensors, and lists and dicts of them.
+        A `PersistenceError` refuses a file with anything but numbers, strings, tensors, and lists and dicts of these.
         """
         name = f"rank-{rank:05d}.pt"
         content = self.directory.read(f"{_folder(manifest.step, manifest.attempt)}/{name}")
@@ -293,7 +294,7 @@ class CheckpointStore:
                 raise PersistenceError(f"{what} {problem}", code="ST-CHECKPOINT-DAMAGED")
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
-        """Returns the latest intact checkpoint, `None` without one, and the errors of later ones."""
+        """Returns the latest intact checkpoint (`None` if there is none), and the errors of later checkpoints."""
         problems: list[PersistenceError] = []
         for step, attempt in self._folders():
             with _adding_errors_to(problems):
@@ -303,7 +304,7 @@ class CheckpointStore:
         return None, problems
 
     def manifests(self) -> list[Manifest]:
-        """Returns the readable manifests, latest first, without checking the files they name."""
+        """Returns the readable manifests, latest first, without checking the files that they name."""
         manifests = []
         for step, attempt in self._folders():
             with suppress(PersistenceError):
@@ -319,7 +320,7 @@ def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Ten
     if not path.exists():
         return {}
     with safe_open(path, framework="pt") as file:
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - it is no mapping
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - a `safe_open` is no mapping
         return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Module and optimizer as named tensors, as checkpoints hold them, however they are sharded, and their files."""
+"""Module and optimizer as named tensors, sharded or not, as checkpoints hold them, and the files of these tensors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 ]
 
 Needs = Callable[[str, list[int], list[int]], bool]
-"""Returns whether a part of a tensor is needed; it takes the name, the part's offsets in the tensor, and its shape."""
+"""A function that returns whether a part of a tensor is needed: name, offsets of the part, and shape of the part."""
 
 OPTIMIZER = "optimizer."
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _BLOCK_BYTES = 16 << 20
-# Reading a gap of this size costs less than a second request.
+# Reading a gap of this size between two tensors costs less than a second request.
 _GAP_BYTES = 1 << 20
 
 
 def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Returns the tensors of module and optimizer by name, sharded or not, without copying them.
 
-    Of a `ZeroRedundancyOptimizer`, only this rank's share counts.
+    From a `ZeroRedundancyOptimizer`, it returns this rank's share only.
     """
     tensors = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
     names = parameter_names(module)
@@ -51,16 +51,17 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
     """Returns the buffers of this rank that rank 0's `named_tensors` does not cover, by name, without copying them.
 
-    Each rank has its own buffers, such as running statistics of its rows. These are the non-persistent ones and, if the
-    rank is not `main` (rank 0), the persistent ones. Non-persistent buffers that no file can hold (sparse, quantised,
-    complex128) are left out: the module's constructor makes them again.
+    Each rank has its own buffers, such as running statistics of its rows. On `main` (rank 0), `named_tensors` covers
+    the persistent ones. Non-persistent buffers that no file can hold (sparse, quantised, complex128) are left out: the
+    module's constructor makes them again.
     """
     persistent = module.state_dict().keys()
-    return {
-        name.replace(WRAPPER, ""): value
-        for name, value in module.named_buffers()
-        if (not main if name in persistent else _fits_a_file(value))
-    }
+    buffers = {}
+    for name, value in module.named_buffers():
+        is_needed = not main if name in persistent else _fits_a_file(value)
+        if is_needed:
+            buffers[name.replace(WRAPPER, "")] = value
+    return buffers
 
 
 def _fits_a_file(value: torch.Tensor) -> bool:
@@ -68,7 +69,7 @@ def _fits_a_file(value: torch.Tensor) -> bool:
 
 
 def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Sets buffers to values by name; a buffer whose shape differs from its value's is replaced."""
+    """Sets buffers to the values of their names; a value of another shape replaces the buffer."""
     for path, part in module.named_modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
             value = values.get(f"{path}.{name}".removeprefix(".").replace(WRAPPER, ""))
@@ -81,21 +82,24 @@ def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_extra_state(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Gives submodules their extra state by name; they have returned a copy of it, for `load_tensors` to fill."""
+    """Sets the extra state of submodules, by name.
+
+    `load_tensors` has filled the tensors that `get_extra_state` returned. They may be copies, so that is not enough.
+    """
     for name, submodule in extra_states(module):
         if values.get(name) is not None:
             submodule.set_extra_state(values[name])
 
 
 def needed_parts(tensors: Mapping[str, torch.Tensor]) -> Needs:
-    """Returns a function that returns whether a saved part of a tensor overlaps this rank's part of it."""
+    """Returns a function that says whether a saved part of a tensor overlaps this rank's part of the tensor."""
     part_of = {name: local_part(tensor) for name, tensor in tensors.items()}
 
     def needs(name: str, first: list[int], shape: list[int]) -> bool:
         if name not in part_of:
             return False
         part, begin = part_of[name]
-        # A scalar has no axis here, but one in the file.
+        # A scalar has no axis here, and one axis in the file.
         axes = zip(begin, part.shape, first, shape, strict=False)
         return all(
             start < saved_start + saved_size and saved_start < start + size
@@ -137,9 +141,9 @@ def load_optimizer_values(
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the optimizer's state for every parameter by a step with zero gradients.
+    """Creates the optimizer's state for every parameter, by a step with gradients of zero.
 
-    The step may change the parameters: load them afterwards.
+    The step may change the parameters: load the parameters afterwards.
     """
     inner = own_optimizer(optimizer)
     # SparseAdam refuses dense gradients.
@@ -152,8 +156,9 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved_names: set[str]) -> None:
-    """Deletes the state of parameters that have none in the checkpoint, because they had no gradient yet."""
-    names, state = parameter_names(module), own_optimizer(optimizer).state
+    """Deletes the optimizer's state of parameters that have no state in the checkpoint: they had no gradient yet."""
+    names = parameter_names(module)
+    state = own_optimizer(optimizer).state
     for parameter, values in list(state.items()):
         tensors = [f"{OPTIMIZER}{names[parameter]}.{key}" for key in values if isinstance(values[key], torch.Tensor)]
         if tensors and not saved_names.intersection(tensors):
@@ -163,24 +168,24 @@ def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
 def storable(value: Any, path: str) -> Any:
     """Returns a value in a form that a checkpoint can store: NumPy's numbers become Python's.
 
-    A `PersistenceError` names the path of a value that is none of numbers, strings, bytes, tensors, and lists, tuples,
-    sets and dicts of them.
+    A `PersistenceError` names the path of a value that is neither a number, a string, bytes, a tensor, nor a list,
+    tuple, set or dict of these.
     """
-    kind = type(value)
+    value_type = type(value)
     if isinstance(value, np.generic):
         value = value.item()
         if type(value) in _PLAIN:
             return value
-    if kind in _PLAIN or isinstance(value, torch.Tensor):
+    if value_type in _PLAIN or isinstance(value, torch.Tensor):
         return value
-    if kind in (dict, OrderedDict, Counter):
-        return kind({storable(key, path): storable(item, f"{path}[{key!r}]") for key, item in value.items()})
-    if kind in (list, tuple):
-        return kind(storable(item, f"{path}[{index}]") for index, item in enumerate(value))
-    if kind is set:
+    if value_type in (dict, OrderedDict, Counter):
+        return value_type({storable(key, path): storable(item, f"{path}[{key!r}]") for key, item in value.items()})
+    if value_type in (list, tuple):
+        return value_type(storable(item, f"{path}[{index}]") for index, item in enumerate(value))
+    if value_type is set:
         return {storable(item, path) for item in value}
     raise PersistenceError(
-        f"no checkpoint can hold {path}, a {kind.__module__}.{kind.__qualname__}",
+        f"no checkpoint can hold {path}, a {value_type.__module__}.{value_type.__qualname__}",
         hint="a state_dict may hold numbers, strings, tensors, and lists and dicts of them: convert it there",
         param="checkpointDir",
     )
@@ -189,8 +194,8 @@ def storable(value: Any, path: str) -> Any:
 def fetch_tensors(directory: Directory, name: str, target: Path, size: int, needs: Needs) -> None:
     """Makes a safetensors file of `size` bytes available at the local path `target`, with header and needed tensors.
 
-    Other tensors are holes of a sparse file, which take no space. A file that is local already is linked, because
-    readers map it into memory and read only what they need.
+    Other tensors are holes in a sparse file, which take no space. A file that is local already is linked, because
+    readers map the file into memory and read only what they need.
     """
     if directory.is_local:
         directory.link(name, target)
@@ -203,7 +208,7 @@ def fetch_tensors(directory: Directory, name: str, target: Path, size: int, need
         file.write(length + header)
         file.truncate(size)
         _check_header(target)  # From here on, all ranges in the header lie within the file.
-        for first, end in _joined(_needed(json.loads(header), needs)):
+        for first, end in _join(_needed_ranges(json.loads(header), needs)):
             file.seek(start + first)
             for block in range(first, end, _BLOCK_BYTES):
                 file.write(directory.read(name, start + block, start + min(block + _BLOCK_BYTES, end)))
@@ -219,7 +224,7 @@ def foreign(name: str, reason: str) -> PersistenceError:
     )
 
 
-def _needed(header: dict[str, Any], needs: Needs) -> Iterator[tuple[int, int]]:
+def _needed_ranges(header: dict[str, Any], needs: Needs) -> Iterator[tuple[int, int]]:
     """Yields the byte ranges of the needed tensors, counted from the end of the header."""
     from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
@@ -232,8 +237,8 @@ def _needed(header: dict[str, Any], needs: Needs) -> Iterator[tuple[int, int]]:
             yield first, end
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns sorted ranges; ranges with small gaps are merged."""
+def _join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the ranges in order; ranges with small gaps between them are merged."""
     joined: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if joined and first - joined[-1][1] <= _GAP_BYTES:
@@ -257,9 +262,9 @@ def _check_header(path: Path) -> None:
 def load_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Fills tensors, sharded or not, from the files of a directory; returns the names of the tensors in the files.
 
-    Every rank reads independently, and only the parts it needs. The files have the layout of
-    `torch.distributed.checkpoint`. A `PersistenceError` names a tensor of another shape, or one that they lack and is
-    not the optimizer's.
+    Every rank reads independently, and only the parts that it needs. The files have the layout of
+    `torch.distributed.checkpoint`. A `PersistenceError` names a tensor that has another shape in the files, or a tensor
+    of the module that they lack; they may lack tensors of the optimizer.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -269,7 +274,8 @@ def load_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> set[st
     readable = {name: _readable(value) for name, value in tensors.items() if name in saved}
     differences = []
     for name, value in readable.items():
-        saved_shape, shape = tuple(saved[name].size), tuple(value.shape)
+        saved_shape = tuple(saved[name].size)
+        shape = tuple(value.shape)
         if saved_shape != shape:
             differences.append(f"holds {name!r} of shape {saved_shape}, and the model has {shape}")
     differences += [f"lacks {name}" for name in tensors if name not in saved and not name.startswith(OPTIMIZER)]
@@ -277,29 +283,29 @@ def load_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> set[st
         hint = "is the module the same as when it was saved?"
         raise PersistenceError(f"the checkpoint {', '.join(differences[:3])}", hint=hint, code="ST-CHECKPOINT-OTHER")
     with warnings.catch_warnings():
-        # Each rank reads for itself: `no_dist` is intended.
+        # torch warns of `no_dist`, which is intended: each rank reads for itself.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(readable), storage_reader=reader, no_dist=True)
     return set(saved)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a view of it, as torch's reader can fill it."""
+    """Returns the tensor, or a view of the tensor, in a form that torch's reader can fill."""
     if not tensor.dim():
         return tensor.view(1)  # The reader cannot slice scalars.
     return _LocalPart.of(tensor) if hasattr(tensor, "to_local") else tensor
 
 
 class _LocalPart(torch.Tensor):
-    """A sharded tensor as this rank's part and its offset, for which `torch.distributed.checkpoint` asks."""
+    """A sharded tensor as this rank's part and the part's offset, for which `torch.distributed.checkpoint` asks."""
 
     part: torch.Tensor
     offset: list[int]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _LocalPart:
-        """Returns a tensor of the shape of a `DTensor`, whose part is the `DTensor`'s shard."""
-        # The reader asks for the shape only: one element, expanded, takes no memory.
+        """Returns a tensor with the shape of a `DTensor`; its `part` is the `DTensor`'s shard."""
+        # The reader asks for nothing but the shape, so one expanded element is enough, which takes no memory.
         view = torch.empty((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
         view.part, view.offset = local_part(tensor)
         return view

@@ -35,8 +35,9 @@ from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Outcome", "train"]
 
+# Progress is published once in this time at most.
 _PROGRESS_SECONDS = 0.2
-# Every so many steps, the gradient norm is measured even if that needs an extra pass over the gradients.
+# Once in this number of steps, the gradient norm is measured even if that needs an extra pass over the gradients.
 _NORM_STEPS = 32
 
 
@@ -45,12 +46,12 @@ class Outcome:
     """A rank's result of training.
 
     Attributes:
-        state: The model's state dict on the CPU, without a frozen base, which may be empty on ranks other than 0; or
-            the folder in which the ranks have written it.
+        state: The model's state dict on the CPU, without a frozen base, or the folder into which the ranks have written
+            it. In ranks other than 0, the state dict may be empty.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
         confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
-        data_wait_share: Share of the training time since the last start that this rank waited for rows.
+        data_wait_share: Share of the training time since the last start in which this rank waited for rows.
         out_of_time: Whether the training has ended because its minutes were over.
     """
 
@@ -73,22 +74,24 @@ def train(
     classes: int | None = None,
     checkpointer: Checkpointer | None = None,
 ) -> Outcome | None:
-    """Trains a model on the rows of all ranks; with more than one, the process group is open.
+    """Trains a model on the rows of all ranks; with more than one rank, the process group is open.
 
-    The gradient of a step is that of the mean loss over the global batch, weighted by the sample weights: every rank
-    sums the weighted losses of its rows and divides by the weight of the whole batch. A rank without rows in a step
-    takes part with placeholder rows of weight zero, because its peers wait for it in the all-reduce.
+    The gradient of a step is the gradient of the mean loss over the global batch, weighted by the sample weights: every
+    rank sums the weighted losses of its rows, and divides the sum by the weight of the whole batch. A rank without rows
+    in a step takes part with placeholder rows of weight zero, because the other ranks wait for it in the all-reduce.
 
-    With checkpoints, the driver may pause the training: it ends with a checkpoint of its last step and returns `None`.
-    If that checkpoint cannot be written, the training goes on.
+    With checkpoints, the driver may pause the training: then it ends with a checkpoint of its last step, and returns
+    `None`. If this checkpoint cannot be written, the training goes on.
 
-    `steps` is the number of steps in an epoch, `validation_rows` is the largest number of validation rows of any rank,
-    0 without validation, and `classes` is the number of classes that labels index. The checkpointer knows the
+    `steps` is the number of steps in an epoch, `validation_rows` the largest number of validation rows in any rank (0
+    without validation), and `classes` the number of classes that labels index. The checkpointer has found the
     checkpoint to resume from.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
         run = _Run(dataset, recipe, config, world, client, steps, validation_rows, classes or 0, checkpointer)
-        engine, callbacks, progress = run.engine, run.callbacks, run.progress
+        engine = run.engine
+        callbacks = run.callbacks
+        progress = run.progress
         callbacks.call("on_fit_start")
         epoch = run.start()
         run.validate_untrained()
@@ -98,10 +101,10 @@ def train(
                     loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures_norm(step))
                     run.count_step(step, batch.rows, loss)
                     run.show_progress(current, step, loss)
-                    del batch, loss  # Validation, and what follows the epoch, can use their memory.
+                    del batch, loss  # Their memory is free for validation, and for what follows the epoch.
                     engine.hooks.end_step(run.context.step)
                     callbacks.call("on_step_end")
-                    # Patience, a pause or the clock ends the epoch early, in all ranks after the same step.
+                    # Patience, a pause or the clock may end the epoch early, in all ranks after the same step.
                     if run.validates_now and run.validate_within(epoch, step):
                         break
                     if run.save_within(current):
@@ -142,8 +145,8 @@ class _Epoch:
         number: The epoch's number, from 0.
         weights: The weight of each step's rows over all ranks, float64 of shape `(steps,)`.
         scales: The factor of this rank's loss sum in each step.
-        started: When the epoch began, by `time.perf_counter`. A resumed epoch begins earlier by the seconds that it had
-            taken before its checkpoint.
+        started: When the epoch began, by `time.perf_counter`. For a resumed epoch, the time that it took before its
+            checkpoint is subtracted.
     """
 
     number: int
@@ -153,7 +156,18 @@ class _Epoch:
 
 
 class _Run:
-    """The objects of a training in one rank, and the parts of its loop."""
+    """The objects of a training in one rank, and the parts of its loop.
+
+    Attributes:
+        engine: Takes the steps.
+        context: The state of the training that callbacks see.
+        callbacks: The callbacks that run in this rank.
+        validation: Evaluates the module; `None` without validation rows.
+        progress: Counters and results.
+        out_of_time: Whether the minutes of the training are over.
+        cut: Whether the minutes were over before the end of the last epoch.
+        pauses: Whether the driver pauses the training after the last step.
+    """
 
     def __init__(
         self,
@@ -167,8 +181,12 @@ class _Run:
         classes: int,
         checkpointer: Checkpointer | None,
     ) -> None:
-        self._dataset, self._config, self._world, self._client = dataset, config, world, client
-        self._steps, self._checkpointer = steps, checkpointer
+        self._dataset = dataset
+        self._config = config
+        self._world = world
+        self._client = client
+        self._steps = steps
+        self._checkpointer = checkpointer
         with client.working("building the module"):
             self.engine = engine = Engine(recipe, config, world, steps=steps, example=self._example)
         self._weights = Weights(engine, config, world)
@@ -181,15 +199,15 @@ class _Run:
             )
         self.progress = Progress(steps, config, torch.device(world.device))
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
-        self._waited, self._seconds = 0.0, 0.0
+        self._waited = 0.0
+        self._seconds = 0.0
         self._next_progress = 0.0
-        # The minutes count from here, even if the training resumes: a checkpoint keeps neither of the two.
-        self._began, self.out_of_time = time.perf_counter(), False
-        # Whether time was over within the last epoch.
+        # The minutes count from here, even if the training resumes: a checkpoint does not keep them.
+        self._began = time.perf_counter()
+        self.out_of_time = False
         self.cut = False
-        # Whether the driver pauses the training after the last step.
         self.pauses = False
-        # All ranks have built the same initial weights; from here on, dropout and the like differ by rank.
+        # All ranks have built the same initial weights. From here on, they draw different numbers, as for dropout.
         seed_all(config.seed + world.rank + 1)
 
     def _example(self) -> Batch:
@@ -198,11 +216,17 @@ class _Run:
             return next(batches)
 
     def start(self) -> int:
-        """Tries the loss, warms up for checkpoints, loads the one to resume from; returns the first epoch, from 0."""
+        """Begins or resumes the training; returns the number of the first epoch, from 0.
+
+        It tries the loss on a few rows. With checkpoints, it also warms up the engine, and loads the checkpoint to
+        resume from, if there is one.
+        """
         manifest = None if self._checkpointer is None else self._checkpointer.start
-        epoch, steps_taken = 0, 0
+        epoch = 0
+        steps_taken = 0
         if manifest is not None:
-            epoch, steps_taken = manifest.epoch, manifest.step
+            epoch = manifest.epoch
+            steps_taken = manifest.step
         if self._checkpointer is not None:
             self._client.pause.begin(steps_taken + 1)
         self.engine.hooks.begin_fit(epoch, steps_taken)
@@ -218,15 +242,16 @@ class _Run:
         self._state.load(self._checkpointer.store, manifest)
         self.context.step = steps_taken
         if self._world.is_main:
-            for record in self.progress.history:  # A driver that was restarted does not know these epochs.
+            for record in self.progress.history:  # If the driver was restarted, it does not know these epochs.
                 self._client.epoch_done(record["epoch"], record)
         return epoch
 
     @contextmanager
     def begin_epoch(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
         """Context for the remaining steps of an epoch; yields the epoch, and its steps with this rank's batches."""
-        # A resumed epoch has counters of the steps that it has taken already.
-        counters, engine = self.progress.counters, self.engine
+        # In a resumed epoch, the counters have the steps that were taken before.
+        counters = self.progress.counters
+        engine = self.engine
         self._client.enter("training", epoch=epoch + 1, step=counters.taken)
         started = time.perf_counter() - counters.seconds
         self.context.epoch = epoch + 1
@@ -234,15 +259,16 @@ class _Run:
             engine.means.clear()
             self.callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
-        scales = step_scales(weights, engine.sync.divisor)
+        scales = step_scales(weights, engine.gradient_sync.divisor)
         engine.micro_batches.begin(self._dataset, epoch, counters.taken)
-        # The time that this start of the training spends in steps is summed up, without that of validation.
-        waited_before, entered = counters.waited, time.perf_counter() - counters.validating
+        # Since this start of the training, the time in steps is summed up, without the time in validations.
+        waited_before = counters.waited
+        entered = time.perf_counter() - counters.validating
         self._next_progress = 0.0
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.training_mode()
             engine.hooks.begin_epoch(epoch, fresh=not counters.taken)
-            engine.trained.look(engine.optimizer)
+            engine.trained_parameters.refresh(engine.optimizer)
             yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited_before
         self._seconds += time.perf_counter() - counters.validating - entered
@@ -255,7 +281,7 @@ class _Run:
             began = time.perf_counter()
             batch = [next(batches)]
             counters.waited += time.perf_counter() - began
-            # While it is suspended, a generator keeps its variables. Popped, the batch is the caller's alone to free.
+            # A suspended generator keeps its variables. Once popped, the batch is in none, so the caller can free it.
             yield step, batch.pop()
 
     def measures_norm(self, step: int) -> bool:
@@ -264,14 +290,15 @@ class _Run:
 
     def count_step(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
         """Adds a step to the epoch counters; `loss` is `None` for a skipped step."""
-        counters, engine = self.progress.counters, self.engine
+        counters = self.progress.counters
+        engine = self.engine
         positions, elements = engine.padding
         counters.positions += positions
         counters.elements += elements
         self.context.step += 1
         counters.taken += 1
         counters.rows += rows
-        if loss is None:  # The weights have not changed, so their average does not either.
+        if loss is None:  # The weights have not changed, so their average must not change either.
             counters.skipped.append(step)
             return
         counters.losses[step] = loss
@@ -288,8 +315,8 @@ class _Run:
             return
         self._next_progress = now + _PROGRESS_SECONDS
         if self._world.is_main:
-            # Rank 0 knows its own loss only: scaled to a whole batch, it stands for the losses of all ranks.
-            mean = loss.item() * epoch.scales[step] / self.engine.sync.divisor * self._world.world_size
+            # Rank 0 knows only the loss of its own rows: scaled to a batch, it stands for the losses of all ranks.
+            mean = loss.item() * epoch.scales[step] / self.engine.gradient_sync.divisor * self._world.world_size
             self._client.progress(
                 epoch=epoch.number + 1,
                 epochs=self._config.epochs,
@@ -309,18 +336,18 @@ class _Run:
         )
 
     def validates_after(self, epoch: int) -> bool:
-        """Whether a validation is due after that epoch."""
+        """Returns whether a validation is due after an epoch, whose number counts from 0."""
         config = self._config
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
     def check_clock(self, *, due: bool = True) -> None:
         """Sets `out_of_time` if the minutes of the training are over, by the clock of rank 0.
 
-        It is a collective of all ranks, unless no look at the clock is `due`.
+        It is a collective of all ranks if it is `due`, and does nothing otherwise.
         """
         minutes = self._config.max_minutes
         if minutes is not None and due and not self.out_of_time:
-            # Clocks of hosts differ: only rank 0's counts, so that all ranks stop after the same step.
+            # The clocks of hosts differ: the clock of rank 0 counts, so that all ranks stop after the same step.
             over = self._world.is_main and time.perf_counter() - self._began > 60.0 * minutes
             self.out_of_time = bool(max_over_ranks(torch.tensor([float(over)]), self._world))
 
@@ -336,24 +363,25 @@ class _Run:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
         # Copying the best weights may be a collective. All ranks have the same metrics, so all copy or none does.
-        if progress.best.offer(metrics, self._weights.copied):
+        if progress.best.offer(metrics, self._weights.copy):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # It is a copy, so that callbacks change no record.
         progress.counters.validating += time.perf_counter() - started
 
     def validate_untrained(self) -> None:
-        """Validates before the first step, where that is asked for: these weights may be the best ones."""
+        """Validates before the first step, if the configuration says so: these weights may be the best ones."""
         if self._config.validates_untrained and self.context.step == 0:
             self.validate()
             counters = self.progress.counters
             for metrics in counters.validations:
                 counters.untrained = {name: value for name, value in metrics.items() if name != "step"}
-            counters.validations, counters.validating = [], 0.0
+            counters.validations = []
+            counters.validating = 0.0
 
     def validate_within(self, epoch: int, step: int) -> bool:
-        """Validates after a step within an epoch; returns whether patience is over, or else goes back to training."""
+        """Validates after a step within an epoch, and goes back to training; returns whether patience is over."""
         self._look_back(now=True)
-        # Reading a value waits for the device, so that its pending steps do not count as time of the validation.
+        # Reading a value waits for the device, so that steps which it has still to take do not count as validation.
         self.progress.counters.losses.sum().item()
         self.validate()
         if self.progress.best.out_of_patience:
@@ -373,12 +401,15 @@ class _Run:
 
     def epoch_record(self, epoch: _Epoch) -> dict[str, Any]:
         """Returns the record of the epoch's training, the same on every rank except for what depends on time."""
-        counters, engine, world = self.progress.counters, self.engine, self._world
+        counters = self.progress.counters
+        engine = self.engine
+        world = self._world
         sums = sum_over_ranks(counters.sums(), world)
         norm = float(max_over_ranks(counters.largest_norm(), world))
         # The clock is read after the all-reduces, so that it shows the slowest rank's time.
         seconds = time.perf_counter() - epoch.started - counters.validating
-        rate, number = engine.schedule.learning_rate, epoch.number + 1
+        rate = engine.schedule.learning_rate
+        number = epoch.number + 1
         record = self.progress.record(
             sums, epoch.weights, seconds, world.world_size, number=number, learning_rate=rate, largest_norm=norm
         )
@@ -395,9 +426,9 @@ class _Run:
         return record | engine.strategy.metrics()
 
     def save_within(self, epoch: _Epoch) -> bool:
-        """Saves a checkpoint if one is due, or the training pauses, which it returns.
+        """Saves a checkpoint after a step, if one is due or the training pauses; returns whether the training pauses.
 
-        After the last step of an epoch, its end does so instead.
+        After the last step of an epoch, it saves none: the end of the epoch does.
         """
         counters = self.progress.counters
         if self._checkpointer is None:
@@ -410,10 +441,13 @@ class _Run:
         return self.pauses and not self.out_of_time
 
     def save(self, position: Position) -> None:
-        """Saves a checkpoint if one is due, or the training pauses or has no time; without one it does not pause."""
+        """Saves a checkpoint if one is due, the training pauses, or its time is over.
+
+        If the checkpoint for a pause cannot be written, the training does not pause.
+        """
         if self._checkpointer is None or self.cut:  # An epoch that was cut has saved its own checkpoint.
             return
-        if not (self.pauses or self.out_of_time or self._checkpointer.due(position)):
+        if not (self.pauses or self.out_of_time or self._checkpointer.is_due(position)):
             return
         self._look_back(now=True)
         self._checkpointer.save(position, self._state.share(), self._config.judged(self.progress.last_validation()))
@@ -421,7 +455,8 @@ class _Run:
 
     def finish(self, epoch: int) -> Outcome:
         """Closes the checkpointer and returns the outcome; `epoch` is the number of trained epochs."""
-        out_of_time = self.out_of_time and not self.progress.ended and (self.cut or epoch < self._config.epochs)
+        has_steps_left = self.cut or epoch < self._config.epochs
+        out_of_time = self.out_of_time and not self.progress.ended and has_steps_left
         if self._checkpointer is not None:
             self._client.enter("saving")
             self._checkpointer.close(Position(self.context.step, epoch), finished=not out_of_time)
@@ -436,7 +471,7 @@ class _Run:
         return Outcome(weights, progress.history, confusion, data_wait_share, out_of_time)
 
     def _look_back(self, *, now: bool = False) -> None:
-        """Raises if a loss was not finite; it looks at once if `now`, as before the weights are used."""
+        """Raises if a loss was not finite; looks every few dozen steps, or `now`, before the weights are used."""
         counters = self.progress.counters
-        if self.engine.watch is not None and counters.taken:
-            self.engine.watch.look_back(counters.losses, counters.taken, now=now)
+        if self.engine.loss_watch is not None and counters.taken:
+            self.engine.loss_watch.look_back(counters.losses, counters.taken, now=now)

@@ -1,4 +1,4 @@
-"""The weights that a training returns: those of rank 0, or a folder for ranks that each hold a share of the model."""
+"""The weights that a training returns: in rank 0, or in a folder if each rank holds a share of the model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ from sparktorch.train.sharding.dtensor import unadvised, whole
 
 __all__ = ["ModelFolder", "Weights"]
 
-_FILE_BYTES = 1 << 30
-_LEAST_BYTES = 16 << 20
-# A network file system shows another host's new file after at most so long.
+# The limit for the size of a file lies between these two.
+_LEAST_FILE_BYTES = 16 << 20
+_MOST_FILE_BYTES = 1 << 30
+# A network file system shows another host's new file after this time at the latest.
 _VISIBLE_SECONDS = 10.0
-# File systems that cannot rename folders, such as mounts of object stores, answer with these; gcsfuse with EMFILE.
+# File systems that cannot rename folders, such as mounts of object stores, answer with these errors; gcsfuse with
+# EMFILE.
 _NO_FOLDER_RENAME = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMFILE)
 
 
 @dataclass(frozen=True)
 class _TensorMeta:
-    """Shape and dtype of a whole tensor, and the first rank that has it or a part of it; all ranks know them."""
+    """Shape and dtype of a whole tensor, and the first rank that has the tensor or a part of it.
+
+    All ranks know them.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,29 +56,33 @@ class _TensorMeta:
 
 
 class ModelFolder:
-    """A folder that rank 0 writes; the driver reads it, and later whoever scores with the model.
+    """A folder that rank 0 writes, and that the driver reads, and later whoever scores with the model.
 
-    The files are safetensors with an index, in the layout of Hugging Face's models. They are written into a folder of
-    this attempt alone, whose name begins with a dot, and get their place when all of them are there: a training that
-    fails leaves none, and ranks that outlive their job disturb no later attempt.
+    The files are safetensors with an index, in the layout of Hugging Face's models. Each attempt writes them into a
+    folder of its own, whose name begins with a dot. The folder gets its final name when all files are there. So a
+    training that fails leaves no files, and ranks that outlive their job disturb no later attempt.
+
+    `check` is called before the training, and `write` after it, by all ranks.
     """
 
     def __init__(self, path: str, world: World) -> None:
         """Takes an absolute path, whose last part identifies the training, and this rank's world."""
-        self._path, self._token, self._world = Path(path), Path(path).name, world
+        self._path = Path(path)
+        self._token = self._path.name
+        self._world = world
         self._temporary = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
 
     def check(self) -> None:
-        """Checks that rank 0 can write, and that all ranks see it; removes what an earlier attempt has begun."""
-        # Rank 0 writes an empty file, whose name holds a random number, for the other ranks to look for. Numbers of 50
-        # bits pass unchanged through the float64 of a sum over ranks.
+        """Checks that rank 0 can write, and that all ranks see its files; removes what an earlier attempt has begun."""
+        # Rank 0 writes an empty file, for which the other ranks look. The name of the file holds a random number, which
+        # reaches them as a sum over ranks; numbers of 50 bits pass unchanged through the float64 of the sum.
         number = secrets.randbits(50) if self._world.is_main else 0
         mark = self._mark(number)
         try:
             if self._world.is_main:
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 for leftover in mark.parent.glob(f".{self._token}.*"):
-                    if leftover.is_dir():  # An earlier attempt, whose ranks may still run, can be writing into it.
+                    if leftover.is_dir():  # Ranks of the earlier attempt may still write into it: errors do not matter.
                         shutil.rmtree(leftover, ignore_errors=True)
                     else:
                         leftover.unlink(missing_ok=True)
@@ -87,7 +96,7 @@ class ModelFolder:
                         f"{main_mark.parent} is not the folder that rank 0 has made under this path"
                     )
                 time.sleep(0.1)
-            self._wait()  # Rank 0 removes its file once all ranks have seen it.
+            self._wait()  # Rank 0 removes its file only when all ranks have seen it.
         except OSError as error:
             raise PersistenceError(
                 f"modelDir cannot be used: {error}",
@@ -97,7 +106,7 @@ class ModelFolder:
             ) from error
         finally:
             if self._world.is_main:
-                with suppress(OSError):  # An error above says more than one of this.
+                with suppress(OSError):  # If this fails, so has the check above, whose error says more.
                     mark.unlink(missing_ok=True)
 
     def _mark(self, number: int) -> Path:
@@ -113,10 +122,11 @@ class ModelFolder:
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the files and their index, from this rank's share, as `Strategy.shares` returns it.
 
-        The ranks that have a tensor gather it, one at a time, and the first of them sends it to rank 0, which holds a
-        file at a time, of about half its share of the model.
+        The ranks that have parts of a tensor gather it, and the first of them sends it to rank 0: one tensor after the
+        other. Rank 0 holds the tensors of one file at a time, which has at most half a rank's share of the model.
         """
-        world, metas = self._world, self._tensor_metas(tensors)
+        world = self._world
+        metas = self._tensor_metas(tensors)
         files = list(self._files({name: meta.nbytes for name, meta in metas.items()}))
         file_of: dict[str, str] = {}
         # Ranks go through the tensors in the same order: gathering one is a collective of the ranks that have it.
@@ -124,7 +134,7 @@ class ModelFolder:
             file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
             whole_tensors: dict[str, torch.Tensor] = {}
             for name in names:
-                tensor = self._at_main(metas[name], tensors.get(name))
+                tensor = self._bring_to_main(metas[name], tensors.get(name))
                 if tensor is not None:
                     whole_tensors[name] = tensor.cpu().contiguous()
                 file_of[name] = file
@@ -137,7 +147,7 @@ class ModelFolder:
             (self._temporary / INDEX).write_text(json.dumps(index, indent=1))
 
     def _tensor_metas(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _TensorMeta]:
-        """Returns the meta data of each tensor that any rank has, in the same order in all ranks; a collective."""
+        """Returns metadata of every tensor that a rank has, in the same order in all ranks; it is a collective."""
         local = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         by_rank: list[Any] = [local]
         if self._world.world_size > 1:
@@ -150,40 +160,42 @@ class ModelFolder:
         return metas
 
     def _files(self, sizes: Mapping[str, int]) -> Iterable[list[str]]:
-        """Yields the names of the tensors in each file; `sizes` has their bytes."""
-        # A file has half a share at most, because `_write` may hold it twice, where an object store is mounted.
-        most = max(_LEAST_BYTES, min(_FILE_BYTES, sum(sizes.values()) // (2 * self._world.world_size)))
+        """Yields the names of the tensors in each file; `sizes` has the size of each tensor in bytes."""
+        # A file has at most half a rank's share: `_write` holds the file twice if an object store is mounted.
+        half_a_share = sum(sizes.values()) // (2 * self._world.world_size)
+        most = max(_LEAST_FILE_BYTES, min(_MOST_FILE_BYTES, half_a_share))
         names: list[str] = []
         total = 0
         for name, size in sizes.items():
             if names and total + size > most:
                 yield names
-                names, total = [], 0
+                names = []
+                total = 0
             names.append(name)
             total += size
         yield names
 
-    def _at_main(self, meta: _TensorMeta, share: torch.Tensor | None) -> torch.Tensor | None:
+    def _bring_to_main(self, meta: _TensorMeta, share: torch.Tensor | None) -> torch.Tensor | None:
         """Returns a whole tensor in rank 0, `None` in other ranks; `share` is this rank's share, if it has one."""
         world = self._world
         tensor: torch.Tensor | None = None
         if share is not None and not hasattr(share, "device_mesh"):
             tensor = share.detach()
         elif share is not None:
-            # This is a collective of the ranks that have a share, on their device.
+            # This is a collective of the ranks that have a share, on their devices.
             with unadvised():
                 tensor = whole(share.detach().to(world.device))
-        if meta.rank == world.rank != 0:
+        if meta.rank == world.rank and not world.is_main:
             assert tensor is not None
             dist.send(tensor.to(world.device).contiguous(), 0)
-        elif meta.rank and world.is_main:
+        elif meta.rank != 0 and world.is_main:
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=world.device)
             dist.recv(tensor, meta.rank)
         return tensor if world.is_main else None
 
     @contextmanager
     def _published(self) -> Iterator[None]:
-        """Context in which rank 0 writes the files; then they get their place, or none is left."""
+        """Context in which rank 0 writes the files; at its end, the folder gets its final name, or no file is left."""
         from safetensors import SafetensorError
 
         if not self._world.is_main:
@@ -195,7 +207,7 @@ class ModelFolder:
             try:
                 _put_in_place(self._temporary, self._path)
             except OSError:
-                # An earlier attempt that was lost at its end may have written the same model.
+                # There may be a model already: an earlier attempt has written the same one, and was lost just then.
                 if not (self._path / INDEX).is_file():
                     raise
         except (OSError, SafetensorError) as error:
@@ -212,11 +224,13 @@ class ModelFolder:
         from safetensors import SafetensorError
         from safetensors.torch import save, save_file
 
-        tensors, metadata = apart(tensors), {"format": "pt"}
+        tensors = apart(tensors)
+        metadata = {"format": "pt"}
         try:
             save_file(tensors, self._temporary / file, metadata=metadata)
-        except (OSError, SafetensorError):  # Mounts of object stores refuse the sparse file that it makes first.
-            (self._temporary / file).write_bytes(save(tensors, metadata=metadata))  # `save` holds the file twice.
+        except (OSError, SafetensorError):
+            # `save_file` begins with a sparse file, which mounts of object stores refuse. `save` holds the file twice.
+            (self._temporary / file).write_bytes(save(tensors, metadata=metadata))
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""
@@ -224,9 +238,10 @@ class ModelFolder:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Renames a folder of files; where folders cannot be renamed, moves its files, and last the index that names them.
+    """Renames a folder of files.
 
-    An `OSError` says that it cannot, or that there is a folder of that name already.
+    If the file system cannot rename folders, it moves the files, and last the index that names them. An `OSError` says
+    that this is impossible, too, or that there is a folder of the new name already.
     """
     try:
         temporary.rename(target)
@@ -235,7 +250,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             raise
         if (target / INDEX).is_file():
             raise FileExistsError(errno.EEXIST, "a model is there", str(target)) from error
-        target.mkdir(exist_ok=True)  # An earlier attempt may have been lost while it moved files.
+        target.mkdir(exist_ok=True)  # The folder exists if an earlier attempt was lost while it moved files.
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == INDEX):
             file.replace(target / file.name)
 
@@ -243,11 +258,14 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 class Weights:
     """The weights of an engine's module, averaged if the training averages them, without a frozen base.
 
-    With a folder for the model, a rank never has more than its share of them; otherwise rank 0 has all.
+    With a folder for the model, a rank never has more than its share of the weights; otherwise rank 0 has all weights.
+
+    Attributes:
+        average: The moving average of the weights; `None` if the training has none.
     """
 
     def __init__(self, engine: Engine, config: TrainConfig, world: World) -> None:
-        """Takes the engine; checks that the ranks share the folder and can write it, if there is one."""
+        """Takes the engine; with a folder for the model, checks that rank 0 can write it and that all ranks see it."""
         self._engine = engine
         self.average: MovingAverage | None = None
         if config.ema_decay:
@@ -256,17 +274,17 @@ class Weights:
         if self._folder is not None:
             self._folder.check()
 
-    def copied(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of the weights on the CPU: rank 0's of all, or each rank's of its share. A collective."""
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Returns a copy on the CPU: of all weights in rank 0, or of its share in each rank. It is a collective."""
         if self._folder is None:
             return self._whole(copy=True)
         with self.averaged():
             return self._engine.strategy.shares(self._engine.module, copy=True)
 
     def result(self, best: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | WeightsFolder:
-        """Returns the best weights, or the folder that holds them now.
+        """Returns the best weights, or the folder into which they have been written.
 
-        `best` is what `copied` returned of them; with `None`, the current weights are the best.
+        `best` is the copy of the best weights, from `copy`; `None` means that the current weights are the best.
         """
         if self._folder is None:
             return self._whole(copy=False) if best is None else best
@@ -281,9 +299,11 @@ class Weights:
 
     def _whole(self, *, copy: bool) -> dict[str, torch.Tensor]:
         """Returns the model's state dict on the CPU; with a moving average, always a copy."""
-        engine, base = self._engine, self._engine.base
+        engine = self._engine
+        base = engine.base
+        copies = copy or self.average is not None
         with self.averaged():
-            state = engine.strategy.state_dict(
-                engine.module, copy=copy or self.average is not None, leave_out=base.names if base else ()
-            )
-        return base.without(state) if base else state
+            if base is None:
+                return engine.strategy.state_dict(engine.module, copy=copies)
+            state = engine.strategy.state_dict(engine.module, copy=copies, leave_out=base.names)
+        return base.without(state)

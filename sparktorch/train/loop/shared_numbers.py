@@ -17,7 +17,8 @@ __all__ = ["shared_numbers"]
 
 # Schedulers may change these options of optimizers.
 _HYPERPARAMETERS = {"lr", "momentum", "betas", "weight_decay"}
-_ELEMENTS = 1 << 24  # Longer tensors are summed in parts, because torch copies them to float64 on CPUs.
+# Longer tensors are summed in parts of this length, because torch copies them to float64 on CPUs.
+_PART_ELEMENTS = 1 << 24
 
 
 @torch.no_grad()
@@ -26,33 +27,37 @@ def shared_numbers(engine: Engine) -> dict[str, float]:
 
     Buffers are left out, because each rank has running statistics of its own.
     """
-    module, kind = engine.unwrapped, engine.kind
+    module = engine.unwrapped
+    strategy_kind = engine.strategy_kind
     optimizer = getattr(engine.optimizer, "optim", engine.optimizer)  # `zero1` wraps an optimizer.
     names = sorted(_HYPERPARAMETERS | parameters_of(type(optimizer)).keys() - {"params", *KERNELS})
     groups = [_hyperparameters(group, names) for group in engine.optimizer.param_groups]
     numbers = {"hyperparameters of the optimizer": _digest(groups)}
-    if not kind.runs_passes:  # Ranks of a pipeline have other parameters.
+    if not strategy_kind.runs_passes:  # Each rank of a pipeline has other parameters.
         numbers["parameters that require a gradient"] = _digest([p.requires_grad for p in module.parameters()])
-    if kind.same_weights:
-        sizes = [size for parameter in module.parameters() if parameter.requires_grad for size in _sizes(parameter)]
-        numbers["weights"] = float(torch.stack(sizes).sum()) if sizes else 0.0
+    if strategy_kind.same_weights:
+        sums: list[torch.Tensor] = []
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                sums += _absolute_sums(parameter)
+        numbers["weights"] = float(torch.stack(sums).sum()) if sums else 0.0
     return numbers
 
 
 def _hyperparameters(group: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Returns the options of an optimizer's group that are numbers, without what the group keeps beside its options."""
+    """Returns the named options of an optimizer's group that are numbers; a group also holds its parameters."""
     return [(name, _rounded(group[name])) for name in names if name in group and _is_number(group[name])]
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value is a number, a truth value or a sequence of them; a tensor is none of these."""
+    """Returns whether a value is a number, a bool or a sequence of numbers and bools; a tensor is none of these."""
     if isinstance(value, tuple | list):
         return all(map(_is_number, value))
     return isinstance(value, Real)
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a hyperparameter as text, without its last digits, in which the libraries of two hosts may differ."""
+    """Returns a hyperparameter as text, without its last digits: the libraries of two hosts may round differently."""
     if isinstance(value, tuple | list):
         return [_rounded(item) for item in value]
     return f"{float(value):.6g}"
@@ -63,8 +68,10 @@ def _digest(value: object) -> float:
     return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big"))
 
 
-def _sizes(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the sums of the absolute values of a parameter's parts, float64; of integers it returns none."""
+def _absolute_sums(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the sum of the absolute values of each part of a parameter, float64; nothing for integers."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    parts = torch.split(real.reshape(-1), _ELEMENTS) if real.is_floating_point() else ()
+    if not real.is_floating_point():
+        return []
+    parts = torch.split(real.reshape(-1), _PART_ELEMENTS)
     return [torch.linalg.vector_norm(part, 1, dtype=torch.float64) for part in parts]

@@ -31,9 +31,10 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Context with the generators and switches of a fit; restores those of the process, which may be reused.
+    """Context in which generators and switches are set for a fit; at its end, both are as before.
 
-    All generators start from the configuration's seed, the same in every rank.
+    The process may be reused, so it must not notice the fit. All generators start from the configuration's seed, the
+    same in every rank.
     """
     with untouched_generators(device), switched(config, device):
         seed_all(config.seed)
@@ -51,7 +52,7 @@ def switched(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the generators of Python, NumPy and torch, those of GPUs included."""
+    """Seeds the generators of Python, NumPy and torch, on GPUs, too."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # NumPy takes 32 bits.
     torch.manual_seed(seed)
@@ -83,10 +84,11 @@ def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None
 @contextmanager
 def untouched_generators(device: torch.device) -> Iterator[None]:
     """Context that restores the state of the generators at its end."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         devices = [] if is_host(device) else [device]
-        # Torch wants to know a type of accelerator even if it has no generator of one to restore.
+        # Torch asks for a type of accelerator even if there is no accelerator whose generator it must restore.
         device_type = device.type if devices else "cuda"
         with torch.random.fork_rng(devices, device_type=device_type):
             yield
@@ -98,7 +100,8 @@ def untouched_generators(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Context in which torch, cuDNN and cuBLAS choose deterministic kernels."""
-    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    mode = torch.get_deterministic_debug_mode()
+    benchmark = torch.backends.cudnn.benchmark
     workspace = os.environ.get(_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -121,23 +124,27 @@ def tf32_allowed(allowed: bool, device: torch.device) -> Iterator[None]:
 
     # The older switches set the newer ones, too. If only the newer ones are set, reading an older one raises, and
     # torch.compile reads one (aten/src/ATen/Context.cpp, `allowTF32CuBLAS`).
-    def switch(products: bool, convolutions: bool) -> None:
+    def switch(*, products: bool, convolutions: bool) -> None:
         torch.set_float32_matmul_precision("high" if products else "highest")
         torch.backends.cudnn.allow_tf32 = convolutions
-        for operation in (_CUDNN.conv, _CUDNN.rnn):  # Without this, a switch for all backends would apply.
+        for operation in (_CUDNN.conv, _CUDNN.rnn):  # Otherwise, torch's switch for all backends would apply.
             operation.fp32_precision = "tf32" if convolutions else "ieee"
 
-    mkldnn: Any = torch.backends.mkldnn  # The older switch of products also sets those of mkldnn.
-    operations: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, mkldnn.matmul)
-    before = [operation.fp32_precision for operation in operations]
-    older = "high" if before[0] == "tf32" else "highest"
-    with suppress(RuntimeError):  # The user has set only the newer switches.
-        older = torch.get_float32_matmul_precision()
-    switch(allowed, allowed)
+    cuda_products: Any = torch.backends.cuda.matmul
+    # The older switch for products sets the switch of mkldnn, too.
+    mkldnn: Any = torch.backends.mkldnn
+    operations = (cuda_products, _CUDNN.conv, _CUDNN.rnn, mkldnn.matmul)
+    precisions_before = [operation.fp32_precision for operation in operations]
+    products_before = cuda_products.fp32_precision
+    convolutions_before = _CUDNN.conv.fp32_precision
+    older_switch = "high" if products_before == "tf32" else "highest"
+    with suppress(RuntimeError):  # It raises if the user has set only the newer switches.
+        older_switch = torch.get_float32_matmul_precision()
+    switch(products=allowed, convolutions=allowed)
     try:
         yield
     finally:
-        switch(before[0] == "tf32", before[1] == "tf32")
-        torch.set_float32_matmul_precision(older)
-        for operation, precision in zip(operations, before, strict=True):
+        switch(products=products_before == "tf32", convolutions=convolutions_before == "tf32")
+        torch.set_float32_matmul_precision(older_switch)
+        for operation, precision in zip(operations, precisions_before, strict=True):
             operation.fp32_precision = precision

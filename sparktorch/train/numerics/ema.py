@@ -15,9 +15,9 @@ __all__ = ["MovingAverage"]
 
 
 class MovingAverage:
-    """The average of a module's trainable parameters; of sharded parameters, the average of this rank's shards.
+    """The average of a module's trainable parameters; for sharded parameters, the average of this rank's shards.
 
-    It equals that of `torch.optim.swa_utils.AveragedModel`: the weights after the first step, and from then on
+    It equals the average of `torch.optim.swa_utils.AveragedModel`: the weights after the first step, and from then on
     `decay * average + (1 - decay) * weights`. Buffers are not averaged.
     """
 
@@ -50,19 +50,22 @@ class MovingAverage:
 
         Before the first `update`, it creates the averages from the weights.
         """
-        self._averages = self._averages or [weight.clone() for weight in self._weights()]
+        if not self._averages:
+            self._averages = [weight.clone() for weight in self._weights()]
         pairs = zip(self._parameters, self._averages, strict=True)
         return {names[parameter]: sharded_like(average, parameter) for parameter, average in pairs}
 
     def _weights(self) -> list[torch.Tensor]:
-        # Sharded parameters are `DTensor`s; the average is computed on this rank's shards.
+        """Returns this rank's part of each parameter: sharded parameters are `DTensor`s, others are whole."""
         return [local(parameter.detach()) for parameter in self._parameters]
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Exchanges the averages with the module's weights; before the first `update`, there is nothing to exchange."""
         if not self._averages:
             return
         for average, weight in zip(self._averages, self._weights(), strict=True):
-            weight_before = weight.clone()  # Memory holds the copy of a single tensor at a time.
+            # Tensors are exchanged one after the other, so that memory holds a copy of one tensor only.
+            weight_before = weight.clone()
             weight.copy_(average)
             average.copy_(weight_before)

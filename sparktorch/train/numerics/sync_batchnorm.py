@@ -1,7 +1,7 @@
 """Batch normalisation with the statistics of the rows of all ranks.
 
-`torch.nn.SyncBatchNorm` runs on GPUs only, and counts the placeholder rows of ranks without rows. Where a module has
-it, what is here replaces it, too.
+`torch.nn.SyncBatchNorm` runs on GPUs only, and counts the placeholder rows of ranks without rows. So `synchronise`
+replaces its `forward`, too.
 """
 
 from __future__ import annotations
@@ -16,30 +16,62 @@ from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
 
-__all__ = ["Presence", "has_batch_norm", "synchronise"]
+__all__ = ["RealRows", "buffers_of_rank", "has_batch_norm", "synchronise"]
 
 
 @dataclass
-class Presence:
-    """Whether this rank has real rows in the current step, and not only placeholder rows."""
+class RealRows:
+    """The number of real rows in this rank's current pass; the rows after them are placeholders, or fill the batch up.
 
-    rows: bool = True
+    Attributes:
+        real: Number of real rows.
+        total: Number of all rows.
+    """
+
+    real: int = 1
+    total: int = 1
+
+    def set_from(self, batch: Batch) -> None:
+        """Reads the numbers from the batch of the next pass."""
+        if batch.sizes is None:
+            self.real = batch.rows
+            self.total = batch.sample_count
+        else:
+            self.real = int(batch.sizes[: batch.rows].sum())
+            self.total = int(batch.sizes.sum())
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the values of the real rows; within the module, a row may have become several rows."""
+        if self.real == self.total:
+            return values
+        return values[: len(values) * self.real // self.total]
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Returns whether the module has batch normalisation of a rank's rows, which needs at least two in training."""
-    return any(isinstance(part, _BatchNorm) and "forward" not in vars(part) for part in module.modules())
+    """Returns whether batch normalisation uses a rank's own rows somewhere, and so needs two of them in training."""
+    return any(isinstance(part, _BatchNorm) and not _is_synchronised(part) for part in module.modules())
 
 
-def synchronise(module: nn.Module, presence: Presence, *, everywhere: bool = True, compiled: bool = False) -> None:
+def buffers_of_rank(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the buffers that each rank updates from its own rows: all but those of synchronised layers."""
+    shared = {id(buffer) for part in module.modules() if _is_synchronised(part) for buffer in part.buffers()}
+    return [buffer for buffer in module.buffers() if id(buffer) not in shared]
+
+
+def _is_synchronised(part: nn.Module) -> bool:
+    """Returns whether `synchronise` has replaced the layer's `forward`."""
+    return isinstance(part, _BatchNorm) and "forward" in vars(part)
+
+
+def synchronise(module: nn.Module, real_rows: RealRows, *, everywhere: bool = True, compiled: bool = False) -> None:
     """Makes the module's batch normalisation use the statistics of all ranks' rows in training.
 
-    Without `everywhere`, it does so for torch's `SyncBatchNorm` over all ranks alone. It replaces only `forward`, in
-    place; class, parameters, buffers and their names stay. The engine updates `presence` before each pass. A `compiled`
-    module needs a graph break at each collective. A batch normalisation with a `forward` or a process group of its own
-    is refused.
+    Without `everywhere`, it changes only torch's `SyncBatchNorm` over all ranks. It replaces `forward`, in place;
+    class, parameters, buffers and their names stay. The engine sets `real_rows` before each pass. A `compiled` module
+    needs a graph break at each collective. A batch normalisation with its own `forward` or process group is refused.
     """
     forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
     for name, part in module.named_modules():
@@ -53,10 +85,10 @@ def synchronise(module: nn.Module, presence: Presence, *, everywhere: bool = Tru
                 hint="use nn.BatchNorm1d, 2d or 3d, or leave syncBatchNorm out",
                 param="syncBatchNorm",
             )
-        vars(part)["forward"] = partial(forward, part, presence)
+        vars(part)["forward"] = partial(forward, part, real_rows)
 
 
-def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
+def _forward(norm: Any, real_rows: RealRows, x: torch.Tensor) -> torch.Tensor:
     """Normalises a tensor of shape `(rows, channels, ...)`, as `_BatchNorm.forward` does."""
     if not norm.training:
         return _BatchNorm.forward(norm, x)
@@ -64,18 +96,16 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
     axes = [0, *range(2, x.dim())]
     shape = (1, -1, *[1] * (x.dim() - 2))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-    def real(values: torch.Tensor) -> torch.Tensor:
-        return values if presence.rows else values[:0]
-
-    # The mean comes first, and then the squared deviations, in another collective: plain sums of squares would lose a
-    # variance that is much smaller than the mean.
-    count = wide.new_full([1], real(wide).numel() // wide.shape[1])
-    sums = _sum_over_ranks(torch.cat([real(wide).sum(axes), count]))
-    mean, count = sums[:-1] / sums[-1], sums[-1].detach()
+    real_part = real_rows.part_of
+    # One collective sums the values, and a second one the squared deviations from their mean: plain sums of squares
+    # would lose a variance that is much smaller than the mean.
+    count = wide.new_full([1], real_part(wide).numel() // wide.shape[1])
+    sums = _sum_over_ranks(torch.cat([real_part(wide).sum(axes), count]))
+    mean = sums[:-1] / sums[-1]
+    count = sums[-1].detach()
     centred = wide - mean.view(shape)
-    squares = _sum_over_ranks(real(centred).square().sum(axes))
-    # A single row has no variance between rows, even if it has several values a channel: see `Engine.step`.
+    squares = _sum_over_ranks(real_part(centred).square().sum(axes))
+    # A single row has no variance between rows, even if it has several values a channel: it does not count.
     has_several_rows = count > wide[0].numel() // wide.shape[1]
     _track(norm, mean.detach(), squares.detach() / (count - 1).clamp(min=1), has_several_rows)
     scale = torch.rsqrt(squares / count + norm.eps)
@@ -88,20 +118,23 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
 
 
 def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor, counts: torch.Tensor) -> None:
-    """Updates the running statistics by `momentum`, or without one to the mean over all batches, if the rows count."""
+    """Moves the running statistics towards a batch's, if `counts` is true.
+
+    They move by the share `momentum`; without a momentum, they become the mean over all batches.
+    """
     if not norm.track_running_stats or norm.running_mean is None:
         return
     norm.num_batches_tracked.add_(counts)
-    for running, of_batch in (norm.running_mean, mean), (norm.running_var, variance):
+    for running, batch_value in (norm.running_mean, mean), (norm.running_var, variance):
         tracked = norm.num_batches_tracked.clamp(min=1).to(running.dtype)
         share = tracked.reciprocal() if norm.momentum is None else torch.full_like(tracked, norm.momentum)
-        running.lerp_(of_batch.to(running.dtype), share * counts)
+        running.lerp_(batch_value.to(running.dtype), share * counts)
 
 
 class _SumOverRanks(torch.autograd.Function):
     """An all-reduce sum with a gradient, which is the sum of all ranks' gradients.
 
-    The one in `torch.distributed.nn` is deprecated in favour of a private one.
+    The all-reduce in `torch.distributed.nn` is deprecated in favour of a private function.
     """
 
     @staticmethod

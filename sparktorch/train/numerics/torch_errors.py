@@ -19,9 +19,9 @@ _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAIL
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error, or one that it was raised from, says that a device has no memory left.
+    """Returns whether an error, or an error that caused it, says that a device has no memory left.
 
-    Libraries under torch have no class of their own for it; torch.compile wraps errors.
+    Libraries under torch have no class for such errors, so their texts count; torch.compile wraps errors, so causes do.
     """
     return any(
         isinstance(cause, torch.OutOfMemoryError)
@@ -30,13 +30,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _caused_by(config: TrainConfig, text: str, trace: str) -> SparkTorchError | None:
-    """Returns the error of the Param that has caused torch's error with such a text; `None` if no Param has."""
-    first = text.partition("\n")[0].partition(". ")[0]
+def _error_of_param(config: TrainConfig, text: str, trace: str) -> SparkTorchError | None:
+    """Returns an error that names the Param which has caused torch's error; `None` if no Param has caused it.
+
+    `text` is the message of torch's error, and `trace` its traceback.
+    """
+    first_sentence = text.partition("\n")[0].partition(". ")[0]
     if config.strategy in _SHARDED and "mixed torch.Tensor and DTensor" in text:
         return ModuleError(
             "something computes with parameters of the module outside of its forward pass, where a rank has a part of "
-            f"each: {first}",
+            f"each: {first_sentence}",
             hint="compute with what a call of the module returns, and call its parts instead of reading their weights; "
             "for a penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
             param="trainingStep",
@@ -58,7 +61,7 @@ def _caused_by(config: TrainConfig, text: str, trace: str) -> SparkTorchError | 
         )
     if config.deterministic and "use_deterministic_algorithms(True)" in text:
         return ModuleError(
-            f"deterministic=True, but {first}",
+            f"deterministic=True, but {first_sentence}",
             hint="use another operation in the module, or leave deterministic out",
             param="deterministic",
             trace=trace,
@@ -68,17 +71,23 @@ def _caused_by(config: TrainConfig, text: str, trace: str) -> SparkTorchError | 
 
 @contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Context that replaces errors that a Param has caused by errors that name the Param, and full device memory."""
+    """Context that explains errors of torch.
+
+    An error that a Param has caused becomes an error that names the Param; if a device's memory is full, the error says
+    what needs less memory.
+    """
     try:
         yield
     except Exception as error:
-        text, trace = str(error), "".join(traceback.format_exception(error))
+        text = str(error)
+        trace = "".join(traceback.format_exception(error))
         if is_out_of_memory(error):
-            what, hint = f"the memory of the device is full: {text.splitlines()[0]}", _less_memory(config)
+            what = f"the memory of the device is full: {text.splitlines()[0]}"
+            hint = _less_memory(config)
             raise ClusterError(what, hint=hint, trace=trace, code="ST-OUT-OF-MEMORY") from error
-        caused = _caused_by(config, text, trace)
-        if caused is not None:
-            raise caused from error
+        error_of_param = _error_of_param(config, text, trace)
+        if error_of_param is not None:
+            raise error_of_param from error
         raise
 
 

@@ -1,4 +1,4 @@
-"""Adapters on a frozen base: their weights without the base's, which the module's source makes again."""
+"""Adapters on a frozen base: weights are kept without the base, which the module's source can make again."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from sparktorch.errors import ModuleError
 
 __all__ = ["FrozenBase", "lacks_base", "load_weights", "seed_of"]
 
-_RECORD = "sparktorch.base"  # This entry of a state dict tells which base it lacks.
+# This entry of a state dict says which base the state dict lacks.
+_RECORD = "sparktorch.base"
 
 
 @dataclass(frozen=True)
 class FrozenBase:
     """The frozen parameters under a module's adapters.
 
-    A factory makes them again in every process, from the same files and with the same seed; an instance has them. So
-    neither weights that are returned nor checkpoints hold them. Buffers and everything trained are held.
+    A factory makes them again in every process, from the same files and with the same seed; an instance holds them. So
+    neither returned weights nor checkpoints hold them. Buffers and all trained parameters are held.
 
     Attributes:
         names: Names of the parameters in the module's state dict.
-        digest: SHA-256 of them.
+        digest: SHA-256 of the parameters.
         seed: The seed with which the factory was called.
     """
 
@@ -39,10 +40,10 @@ class FrozenBase:
     def of(
         cls, module: nn.Module, parts: Mapping[str, nn.Module], seed: int, initial: bytes = b""
     ) -> FrozenBase | None:
-        """Returns the base in a module on the CPU; `None` if none of its `parts`, by path, has a frozen parameter.
+        """Returns the base in a module on the CPU; `None` if there is no frozen parameter in its `parts`.
 
-        The parts are those with adapters; see `adapted_parts`. What the factory does not make belongs to no base: the
-        initial weights, as those of an earlier training that `freeze` now freezes.
+        `parts` has the parts with adapters by path; see `adapted_parts`. The `initial` weights belong to no base,
+        because the factory does not make them: they may come from an earlier training, and be frozen by `freeze` now.
         """
         names = {
             f"{path}.{name}".removeprefix(".")
@@ -55,7 +56,10 @@ class FrozenBase:
         return cls(frozenset(names), _digest(state, names), seed) if names else None
 
     def without(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns a state dict without the base, and with a record of it, for `load_weights`; of none, none."""
+        """Returns a state dict without the base and with a record of the base, for `load_weights`.
+
+        An empty state dict, as in ranks other than 0, stays empty.
+        """
         if not state:
             return {}
         record = json.dumps({"sha256": self.digest, "seed": self.seed}).encode()
@@ -63,7 +67,7 @@ class FrozenBase:
         return trained | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Checks that training has not changed the base, in the rank that has a state dict."""
+        """Raises a `ModuleError` if training has changed the base; an empty state dict is not checked."""
         if state and _digest(state, self.names) != self.digest:
             raise ModuleError(
                 "parameters that were frozen under the adapters when the training began have changed",
@@ -73,17 +77,17 @@ class FrozenBase:
 
 
 def lacks_base(content: bytes) -> bool:
-    """Whether a packed state dict is one without its base."""
+    """Returns whether a packed state dict lacks a base."""
     return _RECORD in entries(content)
 
 
 def seed_of(state: Mapping[str, torch.Tensor], default: int) -> int:
-    """Returns the seed of the factory that made the base which a state dict lacks, or the default if it lacks none."""
+    """Returns the seed with which the lacking base was made, or the default if the state dict lacks no base."""
     return int(_record(state)["seed"]) if _RECORD in state else default
 
 
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads a state dict, of which a recorded base may be missing; refuses one that is not the module's."""
+    """Loads a state dict, which may lack a recorded base; a `ModuleError` says that the module has another base."""
     if _RECORD not in state:
         module.load_state_dict(state)
         return

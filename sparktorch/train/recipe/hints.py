@@ -1,4 +1,4 @@
-"""What to do about columns that a module does not take."""
+"""Hints for columns that a module does not take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["hints_for"]
 
 
 def hints_for(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
-    """Returns lines about other options of the input columns, for a module that has failed on them."""
+    """Returns lines with options that change how columns arrive, for a module that has failed on its inputs."""
     return _assemble_hint(inputs) + _dtype_hint(error, inputs) + _shape_hint(error, inputs)
 
 
@@ -19,23 +19,27 @@ def _dtype_hint(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
     """Returns what to do about numbers of a dtype that a layer has refused."""
     text = str(error) if isinstance(error, RuntimeError | ValueError) else ""
     has_integers = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
-    floats = {tensor.dtype for tensor in inputs.values() if tensor.is_floating_point()}
+    float_dtypes = {tensor.dtype for tensor in inputs.values() if tensor.is_floating_point()}
     if "indices" in text:
         cast = "cast the column of indices as int or bigint, a vector by vector_to_array first"
         return _input_dtypes_hint(inputs, f"an embedding takes whole numbers: {cast}, or", "int64")
     if has_integers and re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text):
         return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
     if re.search("[Dd]ouble", text) and re.search("[Ff]loat", text):
-        if len(floats) > 1:
-            dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in floats))
+        if len(float_dtypes) > 1:
+            dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in float_dtypes))
             return f"\n     columns are {dtypes}: give them one dtype, by inputDtypes"
-        dtype = "float64" if torch.float32 in floats else "float32"  # Columns of one dtype did not suit parameters.
+        # All columns have one dtype, so the module's parameters must have the other.
+        dtype = "float64" if torch.float32 in float_dtypes else "float32"
         return _input_dtypes_hint(inputs, f"the module's parameters are {dtype}:", dtype)
     return ""
 
 
 def _input_dtypes_hint(inputs: Mapping[str, torch.Tensor], why: str, dtype: str) -> str:
-    """Returns a hint at `inputDtypes` for the columns of floats that have another dtype; packed ones have no option."""
+    """Returns a hint at `inputDtypes` for columns of floats that have another dtype.
+
+    The option does not apply to several columns that are packed into one tensor, which have " ... " in their name.
+    """
     columns = []
     for name, tensor in inputs.items():
         has_other_dtype = tensor.is_floating_point() and str(tensor.dtype) != f"torch.{dtype}"
@@ -46,7 +50,7 @@ def _input_dtypes_hint(inputs: Mapping[str, torch.Tensor], why: str, dtype: str)
 
 
 def _shape_hint(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
-    """Returns a hint at `inputShapes` if a layer, as a convolution, has refused a flat column for its dimensions."""
+    """Returns a hint at `inputShapes` if a layer, such as a convolution, wants more axes than a flat column has."""
     flat = [name for name, tensor in inputs.items() if tensor.dim() == 2 and name.startswith("column ")]
     if not flat or not re.search(r"\b[345]D\b", str(error)):
         return ""

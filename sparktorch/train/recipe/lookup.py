@@ -25,8 +25,8 @@ __all__ = [
     "unknown_parameter",
 ]
 
-# A name is that of a class in a namespace of torch, with a base class and an ending of the name.
-_OF_TORCH: dict[str, tuple[Any, type, str]] = {
+# Where torch has the classes that may be named: the namespace, their base class, and the ending of their names.
+_TORCH_CLASSES: dict[str, tuple[Any, type, str]] = {
     "loss": (nn, nn.Module, "Loss"),
     "optimizer": (optim, optim.Optimizer, ""),
     "scheduler": (optim.lr_scheduler, optim.lr_scheduler.LRScheduler, ""),
@@ -51,7 +51,7 @@ def look_up(value: Any, what: str) -> Any:
         return value
     if isinstance(value, str) and ":" in value:
         return load_object(value)
-    namespace, base, suffix = _OF_TORCH[what]
+    namespace, base, suffix = _TORCH_CLASSES[what]
     names = {
         name
         for name, member in vars(namespace).items()
@@ -78,10 +78,10 @@ def parameters_of(factory: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def has_fused_kernel(factory: Any, device_type: str) -> bool:
-    """Whether a factory is one of torch's optimizers, or a subclass, with a fused kernel for a type of device.
+    """Returns whether a factory is an optimizer of torch, or a subclass, with a fused kernel for a type of device.
 
-    The constructors take `fused=True` for devices without the kernel, too, and the first step fails: Adagrad has one on
-    CUDA since torch 2.12 only.
+    The constructors take `fused=True` for devices without the kernel, too, and then the first step fails: on CUDA,
+    Adagrad has a kernel since torch 2.12 only.
     """
     if not isinstance(factory, type) or "fused" not in parameters_of(factory):
         return False

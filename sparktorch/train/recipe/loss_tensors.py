@@ -1,4 +1,4 @@
-"""Refuses losses and training steps with tensors of their own that a training would have to train or to save."""
+"""Refuses losses and training steps that have tensors which a training would have to train or to save."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _INTO_MODULE = "put what holds it into the module, and compute the loss there, i
 def check_parameters(total: torch.Tensor, module: nn.Module, what: str, param: str) -> None:
     """Refuses a loss that depends on parameters which the module lacks: the optimizer would not get them.
 
-    `total` is a loss with its autograd graph; messages name what has computed it, and its Param.
+    `total` is a loss with its autograd graph. Messages name `what` has computed the loss, and its Param.
     """
-    of_module = {id(parameter) for parameter in module.parameters()}
-    nodes, visited = [total.grad_fn], set[object]()
+    ids_in_module = {id(parameter) for parameter in module.parameters()}
+    nodes = [total.grad_fn]
+    visited = set[object]()
     while nodes:
         node = nodes.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
         nodes += [following for following, _ in node.next_functions]
-        parameter = getattr(node, "variable", None)  # Nodes of leaves have one.
-        if isinstance(parameter, nn.Parameter) and id(parameter) not in of_module:
+        parameter = getattr(node, "variable", None)  # The node of a leaf tensor has the tensor.
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in ids_in_module:
             raise ModuleError(
                 f"{what} uses a parameter of shape {tuple(parameter.shape)} that is none of the module's, so it would "
                 "be neither trained nor saved",
@@ -43,9 +44,9 @@ def check_parameters(total: torch.Tensor, module: nn.Module, what: str, param: s
 
 @contextmanager
 def unchanged_buffers(loss: Loss | TrainingStep, what: str, param: str, *, values: bool) -> Iterator[None]:
-    """Context at whose end a loss must have the buffers of before: checkpoints do not have them.
+    """Context in which a loss must not change its buffers, because checkpoints do not hold them.
 
-    Buffers that a loss makes later are no updates, but caches. Without `values`, buffers have none to compare.
+    A loss may make new buffers, which are caches. Without `values`, nothing is compared: the buffers have no values.
     """
     before = {name: buffer.detach().cpu().clone() for name, buffer in loss.buffers().items()} if values else {}
     yield
@@ -60,5 +61,5 @@ def unchanged_buffers(loss: Loss | TrainingStep, what: str, param: str, *, value
 
 
 def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether two tensors are of one shape and of the same values, where NaN equals itself."""
+    """Returns whether two tensors have the same shape and values; NaN equals NaN."""
     return before.shape == after.shape and bool(((before == after) | (before.isnan() & after.isnan())).all())

@@ -14,15 +14,15 @@ from sparktorch.train.recipe.recipe import KERNELS, Recipe
 
 __all__ = ["Schedule", "fixed_epochs", "without_step_warning"]
 
-_WARMUP_EPOCHS = 5  # The number is that of Goyal et al. 2017, section 2.2.
+_WARMUP_EPOCHS = 5  # See Goyal et al. 2017, section 2.2.
 
 
 class Schedule:
     """Steps a scheduler after each optimizer step or each epoch, and warms up the first steps.
 
     With a reference batch size, it applies the linear scaling rule of Goyal et al. 2017
-    (https://arxiv.org/abs/1706.02677): the learning rate moves linearly from the user's to
-    `batch size / reference` times the user's over the first five epochs.
+    (https://arxiv.org/abs/1706.02677): over the first five epochs, the learning rate moves linearly from the user's
+    rate to `batch size / reference` times this rate.
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -37,8 +37,9 @@ class Schedule:
         warmup = config.warmup_steps
         if warmup is None:
             warmup = _WARMUP_EPOCHS * steps if scaling != 1 else 0
-        self._warmup = warmup
-        self._start = 1 / scaling if scaling != 1 else 0.0
+        self._warmup_steps = warmup
+        # The factor of the learning rate before the first step.
+        self._first_factor = 1 / scaling if scaling != 1 else 0.0
         self._step = 0
         self._scheduler = recipe.build_scheduler(optimizer, config.epochs * (steps if self._by_step else 1))
         without_step_warning(optimizer)
@@ -58,9 +59,9 @@ class Schedule:
         self._step += 1
         groups = self._optimizer.param_groups
         self._last_rate = groups[0]["lr"]
-        if self._step <= self._warmup:
-            # A scheduler may compute the next rate from the current one: hide the warm-up's rate from it.
-            factor = self._start + (1 - self._start) * self._step / self._warmup
+        if self._step <= self._warmup_steps:
+            # A scheduler may compute the next rate from the current one, so it must not see the rate of the warm-up.
+            factor = self._first_factor + (1 - self._first_factor) * self._step / self._warmup_steps
             scheduled = [group["lr"] for group in groups]
             for group in groups:
                 group["lr"] *= factor
@@ -74,7 +75,7 @@ class Schedule:
             self._scheduler.step()
 
     def epoch_done(self, record: Mapping[str, Any], *, validated: bool) -> None:
-        """Steps a per-epoch scheduler. `ReduceLROnPlateau` sees losses of validations only, if there are any."""
+        """Steps a scheduler that goes by epochs. `ReduceLROnPlateau` sees validation losses only, if there are any."""
         if self._scheduler is None or self._by_step:
             return
         if isinstance(self._scheduler, ReduceLROnPlateau):
@@ -92,7 +93,8 @@ class Schedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
-        self._step, self._last_rate = state["step"], state["last_rate"]
+        self._step = state["step"]
+        self._last_rate = state["last_rate"]
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         for group, values in zip(self._groups, state["groups"], strict=True):
@@ -100,7 +102,10 @@ class Schedule:
 
 
 def without_step_warning(optimizer: torch.optim.Optimizer) -> None:
-    """Keeps torch's schedulers from warning of an optimizer without steps: a schedule counts skipped steps, too."""
+    """Stops torch's schedulers from warning that the optimizer has taken no step: a schedule counts skipped steps, too.
+
+    The skipped step may be the first one.
+    """
     vars(optimizer)["_opt_called"] = True
 
 

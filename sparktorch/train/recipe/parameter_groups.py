@@ -1,4 +1,4 @@
-"""Which parameters are trained, and with which options: glob patterns of their names."""
+"""Says which parameters are trained, and with which options, by glob patterns of their names."""
 
 from __future__ import annotations
 
@@ -15,56 +15,55 @@ __all__ = ["freeze", "group"]
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose names match, and unfreezes others; later patterns override earlier ones.
+    """Freezes the parameters whose names match a pattern, and unfreezes those that match a `!pattern`.
 
-    Patterns are globs, in which `*` matches dots too; `!pattern` unfreezes, also what the module itself has frozen.
+    Patterns are globs, in which `*` matches dots, too. Later patterns override earlier ones. `!pattern` also unfreezes
+    parameters that the module itself has frozen.
     """
     if not patterns:
         return
     named = dict(module.named_parameters(remove_duplicate=False))
-    trained: dict[str, bool] = {}
+    is_trained: dict[str, bool] = {}
     for pattern in patterns:
-        matching = _matching(pattern.removeprefix("!"), named, "freeze")
+        names = _matching_names(pattern.removeprefix("!"), named, "freeze")
         unfreezes = pattern.startswith("!")
-        # An adapter keeps the part that it has copied to train, and does not call it.
-        trained |= {name: unfreezes for name in matching if not (unfreezes and ".original_module." in name)}
-    for name in sorted(trained, key=trained.__getitem__, reverse=True):  # Either name of a tensor freezes it.
+        if unfreezes:
+            # An adapter trains a copy of such a part. It keeps the original, and does not call it.
+            names = {name for name in names if ".original_module." not in name}
+        is_trained |= dict.fromkeys(names, unfreezes)
+    # A parameter with several names is frozen if one of them is: names that freeze come last.
+    for name in sorted(is_trained, key=is_trained.__getitem__, reverse=True):
         parameter = named[name]
-        parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))
+        can_have_gradient = parameter.is_floating_point() or parameter.is_complex()
+        parameter.requires_grad_(is_trained[name] and can_have_gradient)
 
 
 def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters by all of their names, without what torch's activation checkpointing adds to these."""
+    """Returns the parameters by all their names, without the part that activation checkpointing adds to a name."""
     return {name.replace(WRAPPER, ""): p for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def group(
     module: nn.Module, groups: Sequence[Mapping[str, Any]], whole: nn.Module | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the module's trainable parameters as an optimizer's groups; those without a group come first.
+    """Returns the module's trainable parameters as an optimizer's groups; parameters without a group come first.
 
-    A parameter belongs to the first group with a glob under "params" that matches its name. If `whole` is the module
-    with all of the parameters, of which this one has some, groups may be empty.
+    A parameter belongs to the first group with a glob under "params" that matches its name. If this module has only
+    some of the parameters, `whole` is the module with all of them; then groups may be empty.
     """
     if whole is not None:
-        present = _by_name(module)
-        twins: dict[nn.Parameter, nn.Parameter] = {}
-        for name, parameter in whole.named_parameters(remove_duplicate=False):
-            if name in present:
-                twins.setdefault(parameter, present[name])
-        assert {p for p in present.values() if p.requires_grad} <= set(twins.values()), "names of other parameters"
-        of_whole = group(whole, groups)
-        return [{**options, "params": [twins[p] for p in options["params"] if p in twins]} for options in of_whole]
+        return _share_of_groups(module, whole, group(whole, groups))
     named = dict(module.named_parameters(remove_duplicate=False))
-    ungrouped = {
-        parameter: None for parameter in named.values() if parameter.requires_grad
-    }  # The order is that of names, and tied parameters are there once.
+    # They have the order of their names, and a parameter with several names is there once.
+    ungrouped = {parameter: None for parameter in named.values() if parameter.requires_grad}
     grouped = []
     for number, options in enumerate(groups):
         globs = options.get("params", ())
         patterns = globs if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs]
-        matching = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
-        members = list(dict.fromkeys(named[name] for name in named if name in matching and named[name] in ungrouped))
+        names: set[str] = set()
+        for pattern in patterns:
+            names |= _matching_names(str(pattern), named, "parameterGroups")
+        members = list(dict.fromkeys(named[name] for name in named if name in names and named[name] in ungrouped))
         if not members:
             raise ConfigError(
                 f"parameterGroups[{number}] is left without a parameter",
@@ -78,7 +77,18 @@ def group(
     return [{"params": list(ungrouped)}, *grouped] if ungrouped else grouped
 
 
-def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
+def _share_of_groups(module: nn.Module, whole: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups of a whole module's parameters with the parameters that this part of the module has."""
+    in_part = _by_name(module)
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        if name in in_part:
+            twins.setdefault(parameter, in_part[name])
+    assert {p for p in in_part.values() if p.requires_grad} <= set(twins.values()), "names of other parameters"
+    return [{**options, "params": [twins[p] for p in options["params"] if p in twins]} for options in groups]
+
+
+def _matching_names(pattern: str, names: Iterable[str], param: str) -> set[str]:
     """Returns the names that match a pattern; raises `ConfigError` if there are none."""
     matching = {name for name in names if fnmatchcase(name, pattern)}
     if not matching:

@@ -35,8 +35,10 @@ from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
 
-KERNELS = ("foreach", "fused")  # These options of optimizers follow from how parameters are divided.
+# These options of optimizers follow from how parameters are divided.
+KERNELS = ("foreach", "fused")
 
+# A module with these attributes is a LightningModule.
 _STEPS_ITSELF = ("training_step", "configure_optimizers", "automatic_optimization")
 
 
@@ -55,8 +57,9 @@ class Recipe:
     Attributes:
         module: An `nn.Module` class or factory, its import path `"pkg.mod:Net"`, or an instance.
         module_params: Keyword arguments of the factory.
-        initial: Initial weights as safetensors bytes or in a folder; empty for those that the factory makes.
-        seed: The seed for the factory that an earlier training of the initial weights had; `None` for the training's.
+        initial: Initial weights as safetensors bytes or in a folder; empty if the factory makes them.
+        seed: The seed with which an earlier training of the initial weights has called the factory; `None` for the
+            seed of this training.
         loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
             that returns one loss per row, or their mean; `None` with a training step.
         loss_params: Keyword arguments of a loss class.
@@ -105,11 +108,15 @@ class Recipe:
         return module
 
     def build_deferred(self, seed: int) -> Deferred:
-        """Builds the module without values, whose parts get others than by `build_module`, but for saved ones."""
+        """Builds the module without values; its parts get them later.
+
+        Saved values are those of `build_module`, and values that the parts draw are others.
+        """
         built: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
-            built.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
+            saved = self._saved_of if self.initial else None
+            built.append(deferred(make, saved, seed=self.module_seed(seed)))
             return built[0].module
 
         module = self._make_module(seed, build)
@@ -127,7 +134,7 @@ class Recipe:
         return self.module_params
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
-        """Makes the module, and lets `build` call the factory, if it is made by one."""
+        """Copies the module if it is an instance; otherwise lets `build` call the factory."""
         if isinstance(self.module, nn.Module):
             if self.module_params:
                 raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
@@ -143,14 +150,16 @@ class Recipe:
             torch.manual_seed(self.module_seed(seed))
             try:
                 module = build(make)
-            except Exception:  # The moduleParams, which may be large, are written only here.
+            except Exception:
+                # The hint is written only now, because moduleParams may be large.
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
                 hint = unknown_parameter(factory, self.module_params) + hint
                 if build is not called:
                     hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
                 with refusing(f"module {name_of(factory)} cannot be built", hint, code="ST-BUILD"):
                     raise
-        what = hint = ""
+        what = ""
+        hint = ""
         if not isinstance(module, nn.Module):
             what = f"{type(module).__name__}, not an nn.Module"
             hint = "pass an nn.Module class, a function that returns one, or an instance"
@@ -163,11 +172,11 @@ class Recipe:
 
     @property
     def steps_itself(self) -> bool:
-        """Whether the module brings its own training step."""
+        """Whether the module brings its own training step, as a LightningModule does."""
         return False
 
     def for_fit(self, config: TrainConfig, *, validated: bool) -> Recipe:
-        """Returns the recipe of a fit, in the driver; `validated` says whether there are validation rows."""
+        """Returns the recipe for a fit, on the driver; `validated` says whether there are validation rows."""
         return self
 
     def build_hooks(self, module: nn.Module, world: World, steps: int) -> ModuleHooks:
@@ -175,17 +184,17 @@ class Recipe:
         return ModuleHooks()
 
     def check_scored(self, module: nn.Module) -> None:
-        """Checks, in the dry run, that trained weights fit the module that scores."""
+        """Checks, in the dry run, that the weights of the trained module fit the module that scores."""
 
     def module_seed(self, seed: int) -> int:
-        """Returns the seed for the factory: the given one, or that which the initial weights were trained with."""
+        """Returns the seed for the factory: `seed`, unless the initial weights were trained with another seed."""
         if lacks_base(self.packed):
             return seed_of(unpack_state(self.packed), seed)
         return seed if self.seed is None else self.seed
 
     @property
     def packed(self) -> bytes:
-        """The initial weights, empty if they are in a folder."""
+        """The initial weights as bytes; empty if there are none, or if they are in a folder."""
         return self.initial if isinstance(self.initial, bytes) else b""
 
     def build_loss(self) -> Loss:
@@ -202,9 +211,9 @@ class Recipe:
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.
 
-        It uses torch's fused kernel if the optimizer has one for the parameters' device, the user has not chosen
-        another, and the parameters and gradients permit it: no complex parameters, no sparse gradients. `whole` has all
-        parameters, if `module` has some of them only.
+        It uses torch's fused kernel if the optimizer has one for the device of the parameters, the user has not chosen
+        another kernel, no parameter is complex, and no gradient sparse. If `module` has only some of the parameters,
+        `whole` is the module with all of them.
         """
         factory, parameters, options = self.optimizer_call(module, whole)
         with building("optimizer", factory):
@@ -212,11 +221,11 @@ class Recipe:
         return optimizer
 
     def check_optimizer(self, module: nn.Module) -> None:
-        """Raises the errors of `build_optimizer`, mostly without building an optimizer.
+        """Raises the errors of `build_optimizer`, and refuses an optimizer that computes the loss itself.
 
-        The first optimizer of a process imports `torch._dynamo`, which takes a second. torch's own
-        optimizers check their options before they refuse an empty list of parameters. Refuses one that
-        computes the loss itself.
+        It builds no optimizer if the optimizer is torch's, because the first one in a process imports `torch._dynamo`,
+        which takes a second. torch's optimizers check their options before they refuse an empty list of parameters, so
+        an empty list shows whether the options are right.
         """
         factory, _, options = self.optimizer_call(module)
         if isinstance(factory, type) and issubclass(factory, torch.optim.LBFGS):
@@ -235,7 +244,7 @@ class Recipe:
             options_of_group = {name: value for name, value in options_of.items() if name != "params"}
             if defaults is None:
                 reason = _refusal(factory, {**options, **options_of_group})
-            else:  # An optimizer silently keeps unknown options of a group.
+            else:  # An optimizer that is not torch's would silently keep unknown options of a group.
                 reason = ", ".join(f"unknown option {name!r}" for name in options_of_group if name not in defaults)
             if reason:
                 raise ConfigError(
@@ -245,18 +254,19 @@ class Recipe:
                 )
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
-        """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change."""
+        """Takes a step in the dry run, if some of the gradients are sparse; it changes the parameters."""
         gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if not sparse:
             return
-        what, dense = f"the gradient of {sparse[0]!r} is sparse", "make its table with sparse=False"
+        what = f"the gradient of {sparse[0]!r} is sparse"
+        dense = "make its table with sparse=False"
         if clips:
             raise ConfigError(f"{what}, and torch clips dense ones only", hint=dense, param="gradientClipNorm")
         optimizer = self.build_optimizer(module)
-        says = f"{what}, and optimizer {type(optimizer).__name__} does not train the module"
+        explanation = f"{what}, and optimizer {type(optimizer).__name__} does not train the module"
         hint = f"'SGD' and 'Adagrad' take sparse and dense gradients, 'SparseAdam' sparse ones alone; or {dense}"
-        with refusing(says, hint, param="optimizer"):
+        with refusing(explanation, hint, param="optimizer"):
             optimizer.step()
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -287,7 +297,7 @@ class Recipe:
     def optimizer_call(
         self, module: nn.Module, whole: nn.Module | None = None
     ) -> tuple[Any, list[Any], dict[str, Any]]:
-        """Returns the optimizer's factory, the trainable parameters or groups of them, and its options.
+        """Returns the optimizer's factory, the trainable parameters, perhaps in groups, and the optimizer's options.
 
         Raises:
             ModuleError: The optimizer is unknown.
@@ -296,80 +306,90 @@ class Recipe:
         factory = look_up(self.optimizer, "optimizer")
         parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}
-        chosen = {"fused", "foreach", "differentiable"} & options.keys()
-        dense = all(p.is_floating_point() for p in parameters) and not any(
-            makes_sparse_gradients(part) for part in module.modules()
-        )
-        # SGD's fails with momentum where a gradient comes in a later step; a scheduler may bring the momentum.
-        dense = dense and factory is not torch.optim.SGD
-        # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
-        fits = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
-        devices = {p.device.type for p in parameters}
-        fits = fits and bool(devices)  # A rank may have no parameters.
-        if dense and fits and not chosen and all(has_fused_kernel(factory, device) for device in devices):
+        has_chosen_kernel = bool({"fused", "foreach", "differentiable"} & options.keys())
+        if not has_chosen_kernel and _can_be_fused(factory, module, parameters):
             options["fused"] = True
         if self.parameter_groups:
             parameters = group(module, self.parameter_groups, whole)
         return factory, parameters, options
 
 
-def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
-    """Returns a recipe with the class, options and parameter groups of an optimizer of a module's parameters.
+def _can_be_fused(factory: Any, module: nn.Module, parameters: Sequence[torch.Tensor]) -> bool:
+    """Returns whether an optimizer has a fused kernel for a module's trainable parameters and their gradients."""
+    if not parameters:  # A rank may have none of the model's parameters.
+        return False
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        return False
+    if any(makes_sparse_gradients(part) for part in module.modules()):
+        return False
+    # With momentum, which a scheduler may set, the kernel of SGD fails if a parameter gets its first gradient later.
+    if factory is torch.optim.SGD:
+        return False
+    # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
+    is_sharded = any(hasattr(parameter, "to_local") for parameter in parameters)
+    if is_sharded and factory not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    return all(has_fused_kernel(factory, device) for device in {parameter.device.type for parameter in parameters})
 
-    Call it before a strategy prepares the module, which may replace its parameters, and before the first step.
+
+def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
+    """Returns a recipe with the class, options and parameter groups of an optimizer for a module's parameters.
+
+    Call it before the first step, and before a strategy prepares the module, which may replace its parameters.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in in_optimizer]
-    reasons = (
-        (
-            any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0.
-            "has taken steps already",
-            "wrap module and optimizer before the first step",
-        ),
-        (
-            in_optimizer - names.keys(),
-            "has parameters that are not the module's",
-            "build it from module.parameters(), of the module that is wrapped",
-        ),
-        (
-            lacking,
-            f"lacks the trainable parameters {', '.join(lacking[:3])}",
-            "add them to it, or freeze them: parameter.requires_grad_(False)",
-        ),
-        ("lr" not in optimizer.defaults, "has no learning rate 'lr'", f"it has {signature_of(type(optimizer))}"),
-    )
-    for applies, what, hint in reasons:
-        if applies:
-            raise ModuleError(f"optimizer {name_of(type(optimizer))} {what}", hint=hint, code="ST-OPTIMIZER")
-    options = _accepted(type(optimizer), optimizer.defaults)
-    groups = [
-        {
-            "params": [glob.escape(names[parameter]) for parameter in group["params"]],
-            **{name: value for name, value in group.items() if name in options and value is not options[name]},
-            "lr": group["lr"],
+    _check_optimizer_of(optimizer, names)
+    options = _constructor_options(type(optimizer), optimizer.defaults)
+    groups = []
+    for parameter_group in optimizer.param_groups:
+        changed = {
+            name: value for name, value in parameter_group.items() if name in options and value is not options[name]
         }
-        for group in optimizer.param_groups
-    ]
+        patterns = [glob.escape(names[parameter]) for parameter in parameter_group["params"]]
+        groups.append({"params": patterns, **changed, "lr": parameter_group["lr"]})
     rate = options.pop("lr")
     return Recipe(
         module=module, optimizer=type(optimizer), optimizer_params=options, learning_rate=rate, parameter_groups=groups
     )
 
 
-def _accepted(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults of an optimizer that its constructor takes; a base class may add some."""
-    parameters = inspect.signature(kind).parameters
+def _check_optimizer_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Refuses an optimizer that does not suit a module, whose parameters have these names."""
+    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in in_optimizer]
+    what = ""
+    hint = ""
+    # Adagrad has a state before its first step, with the step 0.
+    if any(state.get("step", 1) for state in optimizer.state.values()):
+        what = "has taken steps already"
+        hint = "wrap module and optimizer before the first step"
+    elif in_optimizer - names.keys():
+        what = "has parameters that are not the module's"
+        hint = "build it from module.parameters(), of the module that is wrapped"
+    elif lacking:
+        what = f"lacks the trainable parameters {', '.join(lacking[:3])}"
+        hint = "add them to it, or freeze them: parameter.requires_grad_(False)"
+    elif "lr" not in optimizer.defaults:
+        what = "has no learning rate 'lr'"
+        hint = f"it has {signature_of(type(optimizer))}"
+    if what:
+        raise ModuleError(f"optimizer {name_of(type(optimizer))} {what}", hint=hint, code="ST-OPTIMIZER")
+
+
+def _constructor_options(optimizer_class: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those defaults of an optimizer that its constructor takes; a base class may have added others."""
+    parameters = inspect.signature(optimizer_class).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {
-        name: value
-        for name, value in defaults.items()
-        if (takes_all or name in parameters) and not (name in KERNELS and value is None)
-    }
+    options = {}
+    for name, value in defaults.items():
+        is_unset_kernel = name in KERNELS and value is None
+        if (takes_all or name in parameters) and not is_unset_kernel:
+            options[name] = value
+    return options
 
 
 def makes_sparse_gradients(part: nn.Module) -> bool:
-    """Returns whether a module itself, not a child, has sparse gradients, as torch's embeddings may have."""
+    """Returns whether a module's own parameters get sparse gradients, as those of torch's embeddings may."""
     return getattr(part, "sparse", None) is True and any(p.requires_grad for p in part.parameters(recurse=False))
 
 

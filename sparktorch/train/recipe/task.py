@@ -1,4 +1,4 @@
-"""What the labels mean: matches outputs with labels for the loss and for validation."""
+"""Matches outputs with labels for the loss and for validation, as the task says what labels mean."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
     """Brings output and label into the shapes and dtypes that losses expect.
 
-    A trailing axis of one is dropped where the label has none: torch's element-wise losses would
-    broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score per row is
-    a two-class problem, whose losses need labels of the score's dtype. Labels are int64 classes, or float values, of
-    shape `(rows, ...)`.
+    Labels are int64 classes, or float values, of shape `(rows, ...)`.
 
-    Of `{"members": (rows, members, ...)}`, each member is compared with the label, so that a row's loss is the mean of
-    those of its members: the label is repeated, and an axis of classes is the second, as torch's losses take it.
+    - If the output has a last axis of length one that the label lacks, the axis is dropped: torch's element-wise losses
+      would broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error.
+    - A classifier with one score per row has two classes, and the losses for these need labels of the score's dtype.
+    - For an output `{"members": (rows, members, ...)}`, the label is repeated for each member, so that a row's loss is
+      the mean of its members' losses. An axis of classes becomes the second axis, where torch's losses expect it.
     """
     if isinstance(output, Mapping) and set(output) == {"members"} and label is not None:
         output = output["members"]
@@ -45,7 +45,7 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
 
 
 def check_rows(output: torch.Tensor, rows: int) -> None:
-    """Refuses an output that does not have one row per row of the input; the dry run does not see all of these."""
+    """Refuses an output that does not have one row per row of the input; the dry run does not notice all of these."""
     if output.dim() == 0 or len(output) != rows:
         raise ModuleError(
             f"forward returned {counted(len(output), 'row', 'rows') if output.dim() else 'a scalar'} for "
@@ -58,15 +58,16 @@ def check_rows(output: torch.Tensor, rows: int) -> None:
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """Returns a reusable context in which modules compute in that precision."""
+    """Returns a reusable context in which modules compute in this precision."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return _Autocast(device.type, dtype) if dtype else nullcontext()
 
 
 class _Autocast(torch.autocast):
-    """Without torch's fused kernels for transformer layers, which torch itself leaves out under autocast of CUDA alone.
+    """Autocast without torch's fused kernels for transformer layers.
 
-    On CPUs they fail with masks of padding, or return other dtypes than the layers.
+    On CPUs, these kernels fail under autocast with masks of padding, or return other dtypes than the layers. torch
+    itself leaves them out only on CUDA.
     """
 
     def __enter__(self) -> Any:
@@ -85,35 +86,36 @@ def classes_in(shape: tuple[int, ...]) -> int:
 
 
 def prediction(output: Any) -> Any:
-    """Returns the logits, if a model returned them among other named outputs; anything else as it is."""
-    named = isinstance(output, Mapping) and hasattr(output, "to_tuple")
-    return output["logits"] if named and "logits" in output else output
+    """Returns the logits, if a model of transformers returned them among named outputs; any other output as it is."""
+    has_names = isinstance(output, Mapping) and hasattr(output, "to_tuple")
+    return output["logits"] if has_names and "logits" in output else output
 
 
 def predicted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns a classifier's class of every row, int64; `output` and `label` as from `align`."""
+    """Returns the class that a classifier predicts for each row, int64; `output` and `label` are as from `align`."""
     return (output > 0).long() if output.dim() == label.dim() else output.argmax(1)
 
 
 def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns per row whether a classifier is right, as bool; `output` and `label` as from `align`."""
+    """Returns whether a classifier is right, per row, as bool; `output` and `label` are as from `align`."""
     return predicted(output, label) == label
 
 
 def rows_of(output: Any, start: int, end: int) -> Any:
-    """Returns the rows from `start` to `end` of what a module returned: a tensor, or a mapping or tuple of tensors."""
+    """Returns the rows from `start` to `end` of a module's output: a tensor, or a mapping or tuple of tensors."""
 
-    def part(tensor: torch.Tensor) -> torch.Tensor:
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[start:end]
 
-    return each_tensor(part, output)
+    return each_tensor(cut, output)
 
 
 def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns what a function makes of a tensor, or of those in mappings, tuples and lists; anything else as it is.
+    """Applies a function to a tensor, or to all tensors in mappings, tuples and lists; other values stay as they are.
 
-    A container in which nothing changes is returned itself. Others keep their classes: losses may read attributes of a
-    `NamedTuple`, or of a mapping. A mapping that is not built from its items becomes a `dict`.
+    A container in which nothing changes is returned itself. A container with changes keeps its class, because losses
+    may read attributes of a `NamedTuple` or of a mapping; a mapping that cannot be built from its items becomes a
+    `dict`.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -134,13 +136,13 @@ def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def are_shares(output: torch.Tensor) -> bool:
-    """Whether the scores of each row are as a softmax returns them."""
+    """Returns whether the scores of each row are probabilities, as a softmax returns them."""
     sums = output.detach().double().sum(1)
     return bool((output >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-4))
 
 
 def described(value: Any) -> str:
-    """Returns dtype and shape of a tensor, or of those in a mapping or sequence, for messages."""
+    """Returns dtype and shape of a tensor, or of all tensors in a mapping or sequence, for messages."""
     if isinstance(value, torch.Tensor):
         shape = ", ".join(("rows", *map(str, value.shape[1:]))) if value.dim() else ""
         layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"

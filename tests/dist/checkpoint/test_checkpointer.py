@@ -29,7 +29,7 @@ from tests.support.ranks import control_server
 from tests.support.saving import LocalFiles, saved_steps, wait_for_saves
 from tests.support.waiting import until
 
-SHARE = Share([{"module.x": (torch.zeros(3), [0])}], b"")
+SHARE = Share({"module.x": (torch.zeros(3), [0])}, b"")
 
 
 class Moves(Client):

@@ -119,24 +119,24 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-@pytest.mark.parametrize(("by_place", "before", "after"), [(True, 2, 1), (False, 1, 2)])
+@pytest.mark.parametrize(("by_position", "before", "after"), [(True, 2, 1), (False, 1, 2)])
 def test_rows_are_split_as_the_checkpoint_says_whatever_the_number_of_ranks(
-    by_place: bool, before: int, after: int, tmp_path: Path
+    by_position: bool, before: int, after: int, tmp_path: Path
 ) -> None:
     crowded = TABLE.with_values(KEY, [5] * 250)  # equal rows: two ranks alone would split them by position
-    rows = TABLE if by_place else crowded
+    rows = TABLE if by_position else crowded
     dies = Counts(tmp_path, rank=before - 1, step=STEPS + 5)
-    first = replace(job_for(tmp_path, dies, module=Tower), by_place=by_place)
+    first = replace(job_for(tmp_path, dies, module=Tower), by_position=by_position)
     with control_server() as server:
         run_ranks(server, [part.batches() for part in rows.parts(before)], first)
     expected, _ = train_on([rows.batches()], job_for(tmp_path / "calm", module=Tower))
     again = replace(job_for(tmp_path, module=Tower), max_imbalance=0.1)
-    if by_place:
+    if by_position:
         with control_server() as server:
             (ended,) = run_ranks(server, [crowded.batches()], again)
         assert ended.result is not None
         assert ended.result.meta["imbalanced"]
-        again = replace(again, by_place=True, max_imbalance=None)
+        again = replace(again, by_position=True, max_imbalance=None)
     found, _ = train_on([part.batches() for part in rows.parts(after)], again)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 

@@ -146,7 +146,7 @@ def test_a_training_that_fails_while_it_writes_leaves_nothing(
             raise error
 
     written = model_folder.ModelFolder._write
-    monkeypatch.setattr(model_folder, "_LEAST_BYTES", 8)
+    monkeypatch.setattr(model_folder, "_LEAST_FILE_BYTES", 8)
     monkeypatch.setattr(model_folder.ModelFolder, "_write", full)
     folder = model_folder.ModelFolder(str(tmp_path / "model"), World())
     folder.check()

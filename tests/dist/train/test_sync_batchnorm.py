@@ -6,18 +6,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
+from sparktorch.data.columns import input_name
 from sparktorch.errors import ModuleError
 from sparktorch.train.loop.engine import Engine
-from sparktorch.train.numerics.sync_batchnorm import Presence, synchronise
+from sparktorch.train.numerics.sync_batchnorm import RealRows, synchronise
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
-from tests.support.frames import Table
+from tests.support.frames import WIDTH, Table
 from tests.support.parts import Convolved, NormalisedImages, NormalisedScore, OwnNorm
 from tests.support.ranks import train_on
 from tests.support.reference import plain_training
@@ -68,14 +70,14 @@ def test_a_step_of_one_row_does_not_count_on_any_number_of_ranks(module: type[nn
 
 def test_normalisation_of_another_kind_is_refused() -> None:
     with pytest.raises(ModuleError, match="cannot synchronise '1', a OwnNorm with a forward of its own"):
-        synchronise(nn.Sequential(nn.Linear(2, 2), OwnNorm(2)), Presence())
+        synchronise(nn.Sequential(nn.Linear(2, 2), OwnNorm(2)), RealRows())
 
 
 def test_normalisation_over_a_group_of_ranks_is_refused() -> None:
     norm = nn.SyncBatchNorm(2)
     norm.process_group = object()
     with pytest.raises(ModuleError, match="cannot synchronise '0', a SyncBatchNorm with a process group of its own"):
-        synchronise(nn.Sequential(norm), Presence())
+        synchronise(nn.Sequential(norm), RealRows())
 
 
 def test_only_training_looks_at_other_ranks() -> None:
@@ -83,7 +85,7 @@ def test_only_training_looks_at_other_ranks() -> None:
     x = torch.randn(3, 5)
     expected = module(x)
     names = list(module.state_dict())
-    synchronise(module, Presence())
+    synchronise(module, RealRows())
     torch.testing.assert_close(module(x), expected, atol=0, rtol=0)
     assert list(module.state_dict()) == names
     assert type(module.norm) is nn.BatchNorm2d
@@ -118,3 +120,31 @@ def test_a_module_with_torchs_own_synchronised_normalisation_counts_no_placehold
     table = Table.random(21)
     job = replace(job_for(of_torch, batch_size=3, sync_batch_norm=False, strategy="zero3"), columns=table.columns)
     check(job, table, [part.batches() for part in table.parts(4)])
+
+
+class HalfSynchronised(nn.Module):
+    """Normalises its input over the rows of all ranks, and then over the rows of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_ranks = nn.SyncBatchNorm(WIDTH)
+        self.one_rank = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.one_rank(self.all_ranks(x))).squeeze(-1)
+        return out
+
+
+def test_beside_synchronised_normalisation_a_rank_with_one_row_counts_it_once_or_not_at_all() -> None:
+    table = Table.random(3)
+    job = replace(
+        job_for(HalfSynchronised, batch_size=3, epochs=1, sync_batch_norm=False, strategy="zero3"),
+        columns=table.columns,
+    )
+    partitions = [table.take(np.array(rows)).batches() for rows in ([0], [1, 2])]
+    state, _ = train_on(partitions, job)
+    assert int(state["one_rank.num_batches_tracked"]) == 0, "rank 0 has one row"
+    assert int(state["all_ranks.num_batches_tracked"]) == 1
+    expected = 0.1 * torch.as_tensor(table.arrays[input_name(0)]).mean(0)
+    torch.testing.assert_close(state["all_ranks.running_mean"], expected, atol=1e-6, rtol=1e-6)

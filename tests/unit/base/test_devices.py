@@ -205,30 +205,30 @@ def test_a_group_has_left_what_its_limit_its_use_and_the_kernels_cache_leave(
     kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = kinds.partition(",")[0]
-    _, limits, use, cache = host_memory._GROUPS[kind]
-    monkeypatch.setitem(host_memory._GROUPS, kind, (str(tmp_path / "root"), limits, use, cache))
-    grouped(kinds, limits, use, cache, tmp_path / "root")
+    files = host_memory._GROUPS[kind]
+    monkeypatch.setitem(host_memory._GROUPS, kind, files._replace(root=str(tmp_path / "root")))
+    grouped(kinds, files.limits, files.use, files.cache, tmp_path / "root")
 
     def left(path: str) -> list[float]:
-        return host_memory._groups(path, kinds)
+        return host_memory._left_in_groups(path, kinds)
 
     assert left("/o/i") == [1400, 350, math.inf]
     assert left("/not/there")[-1] == math.inf  # a container that sees its own group as the root
     if not kinds:
         (tmp_path / "root/o/i/memory.high").write_text("700\n")  # from there on, the kernel slows a group down
         assert left("/o/i")[0] == 100
-    (tmp_path / "root/o" / use).write_text("unknown\n")
+    (tmp_path / "root/o" / files.use).write_text("unknown\n")
     assert left("/o") == [1000, math.inf]
-    assert not host_memory._groups("/o", "cpuset")
+    assert not host_memory._left_in_groups("/o", "cpuset")
 
 
 def test_what_yarn_counts_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     # The groups that this machine has tests in are not YARN's.
-    monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [math.inf])
+    monkeypatch.setattr(host_memory, "_left_in_groups", lambda path, kinds: [math.inf])
     monkeypatch.setenv("CONTAINER_ID", "container_1_1_01_000002")
     assert available_bytes() == 0
     # A NodeManager may limit its containers by groups; those of this machine cannot be made here.
-    monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [5 * MEBIBYTE])
+    monkeypatch.setattr(host_memory, "_left_in_groups", lambda path, kinds: [5 * MEBIBYTE])
     assert available_bytes() == 5 * MEBIBYTE
 
 

@@ -22,7 +22,7 @@ from sparktorch.data.convert.checks import (
     refuse_nulls,
 )
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.convert.tensors import as_lists, packed, to_arrow, to_numpy, within_limits
+from sparktorch.data.convert.tensors import as_lists, nulls_for_misfits, pack, to_arrow, to_numpy
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError
 
@@ -151,11 +151,12 @@ def test_weights_are_zero_or_more() -> None:
         check_weights(np.array([-1, 0.5, -3], np.float32), SCALAR)
 
 
-def test_labels_and_weights_that_are_infinite_as_float32_are_refused() -> None:
+def test_labels_and_weights_that_are_too_large_for_float32_are_refused() -> None:
     values = np.array([1.0, np.inf], np.float32)  # which a double of 1e39 becomes
     for check in (partial(check_weights, spec=SCALAR), partial(check_labels, columns=NUMBERS)):
-        with pytest.raises(ColumnError, match=r"^1 row in column '\w+' is NaN or infinite"):
+        with pytest.raises(ColumnError, match=r"^1 row in column '\w+' is too large for float32") as caught:
             check(values)
+        assert caught.value.hint.startswith("scale the numbers before fit: float32 holds up to 3.4e+38")
 
 
 def spec(**more: object) -> TensorSpec:
@@ -213,20 +214,20 @@ def test_nan_in_raw_bytes_is_for_the_null_policy(dtype: str) -> None:
     ],
 )
 def test_what_an_integer_dtype_cannot_hold_is_null(values: list[object], dtype: str, expected: list[object]) -> None:
-    found = within_limits(pa.array(values), dtype)
+    found = nulls_for_misfits(pa.array(values), dtype)
     whole = pa.list_(pa.int64()) if pa.types.is_list(found.type) else pa.int64()
     assert (found if found.type == pa.bool_() else found.cast(whole, safe=False)).to_pylist() == expected
-    assert within_limits(pa.array(values)[1:], dtype).null_count == sum(value is None for value in expected[1:])
+    assert nulls_for_misfits(pa.array(values)[1:], dtype).null_count == sum(value is None for value in expected[1:])
 
 
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:
-    column = within_limits(pa.array([1.0, NAN]), "int64")
+    column = nulls_for_misfits(pa.array([1.0, NAN]), "int64")
     with pytest.raises(ColumnError, match="null values") as caught:
         refuse_nulls(column, spec(dtype="int64"))
     assert "what int64 cannot hold, as NaN" in caught.value.hint
     assert to_numpy(column, spec(dtype="int64", fill=5)).tolist() == [1, 5]
     pair = spec(dtype="int64", sources=("a", "b"), shape=(2,), fill=0)
-    assert packed([pa.array([1.0, NAN]), pa.array([3, 4])], pair).to_pylist() == [[1, 3], [None, 4]]
+    assert pack([pa.array([1.0, NAN]), pa.array([3, 4])], pair).to_pylist() == [[1, 3], [None, 4]]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_of_packed_columns_the_one_that_is_unfit_is_named(bad: float | None, sai
     batch = pa.record_batch([pa.array([[1.0, 2.0], [3.0, bad], [5.0, 6.0]], pa.list_(pa.float32()))], ["x0"])
     screen.rows_of(batch, first_row=10)
     with pytest.raises(ColumnError, match=said) as caught:
-        screen.close()
+        screen.raise_for_unfit_rows()
     assert caught.value.where == {"column": "b", "row": 11}
 
 

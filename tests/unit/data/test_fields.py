@@ -183,31 +183,31 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     ]
     specs = spec_of(), spec_of(name="x1", column="d", shape=(1,))
     passed, screen = screened(batches, *specs, drop=True)
-    screen.close()
+    screen.raise_for_unfit_rows()
     assert passed == [[1.0, 3.0], [], [6.0]]
     assert screen.dropped == 3
     _, screen = screened(batches, specs[1], drop=False)
     with pytest.raises(ColumnError, match=r"column 'd' has 2 rows with null values; .*: 1, 3") as caught:
-        screen.close()
+        screen.raise_for_unfit_rows()
     assert caught.value.where == {"column": "d", "row": 1}
     assert caught.value.hint.endswith("or set nullPolicy='drop' or 'fill'")
     label = RowFilter(Columns(inputs=(specs[1],), label=specs[0]))
     label.rows_of(pa.RecordBatch.from_pydict({**batches[0], "x1": pa.array([[1.0]] * 3)}), first_row=0)
     with pytest.raises(ColumnError) as caught:
-        label.close()
+        label.raise_for_unfit_rows()
     assert caught.value.hint.endswith("or set nullPolicy='drop'")
     for role in ("label", "weight"):
         named = RowFilter(Columns(inputs=(), **{role: specs[0]}))  # type: ignore[arg-type]
         named.rows_of(pa.RecordBatch.from_pydict({"x0": pa.array([1, float("nan"), float("inf")])}), first_row=0)
         with pytest.raises(ColumnError, match="2 rows of column 'c' are NaN or infinite"):
-            named.close()
+            named.raise_for_unfit_rows()
 
 
 def test_infinity_has_no_filling() -> None:
     values = {"x0": pa.array([1.0, float("nan"), float("inf"), float("-inf")], pa.float32())}
     _, screen = screened([values] * 3, spec_of(fill=0), drop=False)
     with pytest.raises(ColumnError, match=r"6 rows of column 'c' are infinite; .*: 2, 3, 6, \.\.\.") as caught:
-        screen.close()
+        screen.raise_for_unfit_rows()
     assert caught.value.hint.startswith("drop or replace them before fit, or set nullPolicy='drop';")
     _, screen = screened([{"x0": pa.array([1.0, None, float("nan")], pa.float32())}], spec_of(fill=0), drop=False)
-    screen.close()
+    screen.raise_for_unfit_rows()

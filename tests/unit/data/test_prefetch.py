@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparktorch.data.dataset.prefetch import ByEpoch, ahead
+from sparktorch.data.dataset.prefetch import ByEpoch, read_ahead
 
 
 class Source:
@@ -46,7 +46,7 @@ def threads() -> list[str]:
 @pytest.mark.parametrize("stop", [0, 1, 7])
 def test_the_items_come_in_their_order(stop: int, depth: int) -> None:
     source = Source(stop)
-    assert list(ahead(source.items(), depth)) == list(range(stop))
+    assert list(read_ahead(source.items(), depth)) == list(range(stop))
     assert source.closed_in == "sparktorch-prefetch"
     assert not threads()
 
@@ -56,7 +56,7 @@ def test_the_items_come_in_their_order(stop: int, depth: int) -> None:
 )
 def test_it_is_no_further_ahead_than_asked_for(limits: dict[str, Any]) -> None:
     source = Source(100)
-    with closing(ahead(source.items(), **limits)) as items:
+    with closing(read_ahead(source.items(), **limits)) as items:
         assert [next(items) for _ in range(10)] == list(range(10))
         source.wait_for(13)
         assert source.made <= 13
@@ -66,7 +66,7 @@ def test_it_is_no_further_ahead_than_asked_for(limits: dict[str, Any]) -> None:
 
 
 def test_an_error_comes_after_the_items_before_it() -> None:
-    items = ahead(Source(3, error=ZeroDivisionError("on purpose")).items(), 9)
+    items = read_ahead(Source(3, error=ZeroDivisionError("on purpose")).items(), 9)
     assert [next(items) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         next(items)
@@ -75,7 +75,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 
 def test_nothing_is_made_before_the_first_item_is_asked_for() -> None:
     source = Source(5)
-    ahead(source.items(), 2).close()
+    read_ahead(source.items(), 2).close()
     assert source.made == 0
     assert not threads()
 

@@ -279,7 +279,7 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
 def test_the_system_is_told_of_the_next_window_before_the_steps_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, list[list[int]]] = {"expect": [], "load": []}
+    asked: dict[str, list[list[int]]] = {"prefetch": [], "load": []}
     for name, windows in asked.items():
         call = getattr(Rows, name)
 
@@ -293,9 +293,9 @@ def test_the_system_is_told_of_the_next_window_before_the_steps_of_the_one_befor
     shard.schedule(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     with closing(shard.epoch(0)) as batches:
         next(batches)
-        assert (len(asked["expect"]), len(asked["load"])) == (1, 1)
+        assert (len(asked["prefetch"]), len(asked["load"])) == (1, 1)
         assert sum(batch.rows for batch in batches) == 1_980
-    assert asked["expect"] == asked["load"][1:]
+    assert asked["prefetch"] == asked["load"][1:]
     shard.close()
 
 

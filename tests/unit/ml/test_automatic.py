@@ -15,7 +15,7 @@ from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.tasks.images.estimator import IMAGES, NEW_IMAGES
 from sparktorch.tasks.ranking.estimator import RANKING
-from sparktorch.tasks.recommender.estimator import CHOICES, RATINGS
+from sparktorch.tasks.recommender.estimator import ROW_SAMPLES, USER_SAMPLES
 from sparktorch.tasks.series.estimator import SERIES
 from sparktorch.tasks.shared.held_out import Sample, too_few, windows_held_out
 from sparktorch.tasks.shared.params import AUTOMATIC
@@ -23,7 +23,7 @@ from sparktorch.tasks.shared.settings import TaskSettings, automatic_settings
 from sparktorch.tasks.tables.estimator import TABLES
 from sparktorch.tasks.texts.estimator import NEW_TEXTS, TEXTS
 
-TASKS = (CHOICES, TABLES, SERIES, RATINGS, RANKING, TEXTS, IMAGES, NEW_TEXTS, NEW_IMAGES)
+TASKS = (USER_SAMPLES, TABLES, SERIES, ROW_SAMPLES, RANKING, TEXTS, IMAGES, NEW_TEXTS, NEW_IMAGES)
 ROWS = (1, 7, 50, 109, 2_000, 6_300, 44_000, 500_000, 10**7, 10**9)
 
 
@@ -43,10 +43,10 @@ def test_a_training_has_the_fewest_steps_before_patience_may_end_it(task: TaskSe
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        (CHOICES, {50: 150, 2_000: 16, 20_000: 16, 1_000_000: 16}),
+        (USER_SAMPLES, {50: 150, 2_000: 16, 20_000: 16, 1_000_000: 16}),
         (TABLES, {50: 200, 2_000: 7, 20_000: 6, 1_000_000: 1}),
         (SERIES, {50: 1, 500: 10, 2_000: 16, 20_000: 13, 1_000_000: 1}),
-        (RATINGS, {50: 50, 2_000: 8, 20_000: 8, 1_000_000: 8}),
+        (ROW_SAMPLES, {50: 50, 2_000: 8, 20_000: 8, 1_000_000: 8}),
         (RANKING, {50: 100, 2_000: 7, 20_000: 3, 1_000_000: 1}),
         (TEXTS, {50: 25, 2_000: 3, 20_000: 3, 1_000_000: 3}),
         (IMAGES, {50: 100, 2_000: 4, 20_000: 3, 1_000_000: 3}),

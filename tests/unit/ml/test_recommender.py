@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.errors import ConfigError
-from sparktorch.tasks.recommender.estimator import CHOICES, Recommender
-from sparktorch.tasks.recommender.learned import LearnedPairs, _moments
+from sparktorch.tasks.recommender.estimator import USER_SAMPLES, LearnedPairs, Recommender, _moments
 from sparktorch.tasks.recommender.lists import Vectors
 from sparktorch.tasks.recommender.network import PairLoss
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, Sample
@@ -119,7 +118,7 @@ def test_choices_whose_epochs_are_set_have_the_batch_and_schedule_of_those_whose
     estimator = Recommender(implicitPrefs=True, ratingCol="", epochs=5)
     estimator._learned = LearnedPairs(known(1_000), known(7), 0.0, group="chosen_by")
     estimator._sample = Sample(trained=1_000)
-    expected = automatic_settings(1_000, CHOICES, validates=False).params
+    expected = automatic_settings(1_000, USER_SAMPLES, validates=False).params
     found = estimator.completed()
     names = ("batchSize", "learningRate", "scheduler", "earlyStoppingPatience")
     assert {name: found.getOrDefault(name) for name in names} == {name: expected[name] for name in names}

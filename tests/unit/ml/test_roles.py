@@ -9,8 +9,9 @@ from pyspark.sql import types as T
 
 from sparktorch import TabularClassifier, TabularRegressor
 from sparktorch.errors import ColumnError
+from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.tasks.tables.kinds import TableParams, kinds_of_columns
+from sparktorch.tasks.tables.learned import kinds_of_columns
 
 SCHEMA = (
     T.StructType()
@@ -22,7 +23,7 @@ SCHEMA = (
 
 
 def by_kind(estimator: Any, *, case_sensitive: bool = False) -> Any:
-    return kinds_of_columns(TableParams.of(estimator), ColumnNames(SCHEMA, lambda: case_sensitive))
+    return kinds_of_columns(Values(estimator), ColumnNames(SCHEMA, lambda: case_sensitive))
 
 
 @pytest.mark.parametrize("named", [{"inputCols": ["size", "label"]}, {"numericCols": ["LABEL"]}])
@@ -49,6 +50,6 @@ def test_columns_that_differ_in_case_are_two_where_case_matters() -> None:
     schema = T.StructType().add("label", T.IntegerType()).add("Label", T.DoubleType())
     names = ColumnNames(schema, lambda: True)
     estimator = TabularClassifier(labelCol="label", inputCols=["Label"])
-    assert kinds_of_columns(TableParams.of(estimator), names) == ([], {}, ["Label"])
+    assert kinds_of_columns(Values(estimator), names) == ([], {}, ["Label"])
     assert names.repeated(["label", "Label"]) is None
     assert names.repeated(["label", "Label", "`label`"]) == "`label`"

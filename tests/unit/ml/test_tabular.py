@@ -228,7 +228,7 @@ def test_a_ranker_takes_a_table_for_its_network_by_whatever_name(module: Any) ->
 def test_the_network_of_a_ranker_has_one_member_for_a_loss_of_ones_own(loss: Any, members: int) -> None:
     ranker = Ranker(groupCol="query", loss=loss)
     ranker._learned = LearnedTable(TableColumns(), [], 1, [], [[0.0, 1.0]], [], rows=100)
-    assert ranker._network["members"] == members
+    assert ranker._network_arguments["members"] == members
 
 
 @pytest.mark.parametrize("source", [TableNetwork, PATH])

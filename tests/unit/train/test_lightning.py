@@ -152,10 +152,10 @@ def test_parameters_that_a_hook_makes_trainable_are_refused() -> None:
     module = LitMinimal()
     module.head.requires_grad_(False)
     trained = TrainedParameters(module)
-    trained.look(SGD(module.parameters(), lr=0.1))
+    trained.refresh(SGD(module.parameters(), lr=0.1))
     module.head.requires_grad_()
     with pytest.raises(ModuleError, match=r"a hook has set requires_grad of 'head\.bias' during the training"):
-        trained.look(SGD(module.parameters(), lr=0.1))
+        trained.refresh(SGD(module.parameters(), lr=0.1))
 
 
 def test_a_step_that_does_not_count_leaves_attributes_and_their_items() -> None:

@@ -77,7 +77,7 @@ def planned(split: MicroBatches, rows: list[int], *, varies: bool = False) -> li
     split.begin(dataset, 0, 0)
     for step, tried in enumerate(split.tried):
         if tried:
-            assert split.fits(step, full=False)
+            assert split.fits(step, ran_out=False)
     return split.tried
 
 
@@ -106,7 +106,7 @@ def test_a_full_device_halves_its_micro_batches_until_they_cannot_be_divided() -
     split = split_of(min_rows=2)
     planned(split, ROWS)
     sizes = []
-    while not split.smallest(9):
-        assert not split.fits(9, full=True)
+    while not split.cannot_split_further(9):
+        assert not split.fits(9, ran_out=True)
         sizes.append((split.size, split.parts[9]))
     assert sizes == [(4, 3), (2, 4)]

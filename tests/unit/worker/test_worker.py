@@ -21,7 +21,7 @@ from sparktorch.distributed.client import Client
 from sparktorch.distributed.store import connect, host_store
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker.held_out import _counted
+from sparktorch.worker.held_out import _merge_equal_rows
 from sparktorch.worker.peers import warn_of_groups
 from sparktorch.worker.placement import assign_positions
 from sparktorch.worker.torchrun import left_as_before, torchrun_environment
@@ -91,7 +91,7 @@ def test_workers_without_groups_are_counted_in_a_warning(shares: list[list[int]]
 def test_equal_rows_are_counted_unless_a_weight_is_below_0(
     weights: list[float], counted: list[tuple[float, float]]
 ) -> None:
-    found = _counted(pa.table({"label": [0.0, 0.0, 1.0], "weight": weights}), "weight")
+    found = _merge_equal_rows(pa.table({"label": [0.0, 0.0, 1.0], "weight": weights}), "weight")
     assert list(zip(*found.to_pydict().values(), strict=True)) == counted
 
 
