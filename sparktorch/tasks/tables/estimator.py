@@ -18,13 +18,8 @@ from sparktorch.ml.scoring.column_metadata import class_index, nominal
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
-from sparktorch.tasks.tables.learned import (
-    CROSS_VALIDATION_COLUMN,
-    ROLE_PARAMS,
-    LearnedTable,
-    learn_table,
-    warn_of_constants,
-)
+from sparktorch.tasks.tables.kinds import CROSS_VALIDATION_COLUMN, ROLE_PARAMS
+from sparktorch.tasks.tables.learned import LearnedTable, learn_table, warn_of_constants
 from sparktorch.tasks.tables.network import TableNetwork, network_settings
 from sparktorch.tasks.tables.params import TABLE, TabularClassifierParams, TabularRegressorParams
 from sparktorch.tasks.tables.preprocess import TableColumns
