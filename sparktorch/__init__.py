@@ -12,70 +12,41 @@ from typing import TYPE_CHECKING, Any
 
 from sparktorch.base import moved
 
+# A public name has two lines: one here, for type checkers and editors, and one below, by which it is loaded.
 if TYPE_CHECKING:
-    from sparktorch.adapters.petastorm.dataframes import read_petastorm
-    from sparktorch.errors import SparkTorchError
-    from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
-    from sparktorch.ml.estimator import TorchEstimator
-    from sparktorch.ml.fit.run import collective_map, run
-    from sparktorch.ml.model import TorchModel
-    from sparktorch.ml.params.mixins import RunParams
-    from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
-    from sparktorch.ml.tuning.tuner import TorchTuner
-    from sparktorch.spark.rdd import tensor_rdd, to_dataframe
-    from sparktorch.tasks.images.estimator import ImageClassificationModel, ImageClassifier
-    from sparktorch.tasks.ranking.estimator import Ranker, RankingModel
-    from sparktorch.tasks.recommender.estimator import Recommender
-    from sparktorch.tasks.recommender.model import RecommenderModel
-    from sparktorch.tasks.series.estimator import Forecaster
-    from sparktorch.tasks.series.model import ForecastingModel
-    from sparktorch.tasks.tables.estimator import (
-        TabularClassificationModel,
-        TabularClassifier,
-        TabularRegressionModel,
-        TabularRegressor,
-    )
-    from sparktorch.tasks.texts.estimator import TextClassificationModel, TextClassifier
-    from sparktorch.train.callbacks import Callback
-    from sparktorch.worker.run_context import RunContext
+    from sparktorch.adapters.petastorm.dataframes import read_petastorm as read_petastorm
+    from sparktorch.errors import SparkTorchError as SparkTorchError
+    from sparktorch.ml.classification import TorchClassificationModel as TorchClassificationModel
+    from sparktorch.ml.classification import TorchClassifier as TorchClassifier
+    from sparktorch.ml.estimator import TorchEstimator as TorchEstimator
+    from sparktorch.ml.fit.run import collective_map as collective_map
+    from sparktorch.ml.fit.run import run as run
+    from sparktorch.ml.model import TorchModel as TorchModel
+    from sparktorch.ml.params.mixins import RunParams as RunParams
+    from sparktorch.ml.regression import TorchRegressionModel as TorchRegressionModel
+    from sparktorch.ml.regression import TorchRegressor as TorchRegressor
+    from sparktorch.ml.tuning.cross_validator import TorchCrossValidator as TorchCrossValidator
+    from sparktorch.ml.tuning.tuner import TorchTuner as TorchTuner
+    from sparktorch.spark.rdd import tensor_rdd as tensor_rdd
+    from sparktorch.spark.rdd import to_dataframe as to_dataframe
+    from sparktorch.tasks.images.estimator import ImageClassificationModel as ImageClassificationModel
+    from sparktorch.tasks.images.estimator import ImageClassifier as ImageClassifier
+    from sparktorch.tasks.ranking.estimator import Ranker as Ranker
+    from sparktorch.tasks.ranking.estimator import RankingModel as RankingModel
+    from sparktorch.tasks.recommender.estimator import Recommender as Recommender
+    from sparktorch.tasks.recommender.model import RecommenderModel as RecommenderModel
+    from sparktorch.tasks.series.estimator import Forecaster as Forecaster
+    from sparktorch.tasks.series.model import ForecastingModel as ForecastingModel
+    from sparktorch.tasks.tables.estimator import TabularClassificationModel as TabularClassificationModel
+    from sparktorch.tasks.tables.estimator import TabularClassifier as TabularClassifier
+    from sparktorch.tasks.tables.estimator import TabularRegressionModel as TabularRegressionModel
+    from sparktorch.tasks.tables.estimator import TabularRegressor as TabularRegressor
+    from sparktorch.tasks.texts.estimator import TextClassificationModel as TextClassificationModel
+    from sparktorch.tasks.texts.estimator import TextClassifier as TextClassifier
+    from sparktorch.train.callbacks import Callback as Callback
+    from sparktorch.worker.run_context import RunContext as RunContext
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Callback",
-    "Forecaster",
-    "ForecastingModel",
-    "ImageClassificationModel",
-    "ImageClassifier",
-    "Ranker",
-    "RankingModel",
-    "Recommender",
-    "RecommenderModel",
-    "RunContext",
-    "RunParams",
-    "SparkTorchError",
-    "TabularClassificationModel",
-    "TabularClassifier",
-    "TabularRegressionModel",
-    "TabularRegressor",
-    "TextClassificationModel",
-    "TextClassifier",
-    "TorchClassificationModel",
-    "TorchClassifier",
-    "TorchCrossValidator",
-    "TorchEstimator",
-    "TorchModel",
-    "TorchRegressionModel",
-    "TorchRegressor",
-    "TorchTuner",
-    "__version__",
-    "collective_map",
-    "read_petastorm",
-    "run",
-    "tensor_rdd",
-    "to_dataframe",
-]
 
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
@@ -83,13 +54,13 @@ _HOMES = {
     "ForecastingModel": "sparktorch.tasks.series.model",
     "ImageClassificationModel": "sparktorch.tasks.images.estimator",
     "ImageClassifier": "sparktorch.tasks.images.estimator",
+    "Ranker": "sparktorch.tasks.ranking.estimator",
+    "RankingModel": "sparktorch.tasks.ranking.estimator",
     "Recommender": "sparktorch.tasks.recommender.estimator",
     "RecommenderModel": "sparktorch.tasks.recommender.model",
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
-    "Ranker": "sparktorch.tasks.ranking.estimator",
-    "RankingModel": "sparktorch.tasks.ranking.estimator",
     "TabularClassificationModel": "sparktorch.tasks.tables.estimator",
     "TabularClassifier": "sparktorch.tasks.tables.estimator",
     "TabularRegressionModel": "sparktorch.tasks.tables.estimator",
@@ -110,6 +81,7 @@ _HOMES = {
     "tensor_rdd": "sparktorch.spark.rdd",
     "to_dataframe": "sparktorch.spark.rdd",
 }
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def _refuse_namesake() -> None:

@@ -18,6 +18,7 @@ import sparktorch
 from sparktorch.base.config import from_dict, one_of
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.first_row_trial import as_planned
 from sparktorch.ml.fit.translate import translate
 from sparktorch.spark.column_names import ColumnNames, quoted
@@ -25,10 +26,6 @@ from sparktorch.spark.rdd import dataframe_of
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
 
-_ESTIMATORS = (
-    *("Forecaster", "ImageClassifier", "Ranker", "Recommender", "TabularClassifier", "TabularRegressor"),
-    *("TextClassifier", "TorchClassifier", "TorchEstimator", "TorchRegressor"),
-)
 _BUCKETS = 1 << 20
 
 
@@ -106,7 +103,7 @@ class EstimatorSection:
     params: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("estimator.kind", self.kind, _ESTIMATORS)
+        one_of("estimator.kind", self.kind, _estimators())
         _, *valid = inspect.signature(getattr(sparktorch, self.kind).__init__).parameters
         # The names are checked here and not in `build`, because scoring builds no estimator.
         for name in self.params:
@@ -249,6 +246,14 @@ class JobConfig:
                 section="score",
             )
         return self.scoring.data
+
+
+def _estimators() -> tuple[str, ...]:
+    """Returns the public names of estimators."""
+    public = {name: getattr(sparktorch, name) for name in sparktorch.__all__}
+    return tuple(
+        name for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, TorchEstimatorBase)
+    )
 
 
 _SECTIONS: dict[str, type[Any]] = {

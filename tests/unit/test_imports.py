@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def test_every_public_name_is_there() -> None:
     assert dir(sparktorch) == sorted(sparktorch.__all__)
     for name in sparktorch.__all__:
         assert getattr(sparktorch, name) is not None
+
+
+def test_a_public_name_is_loaded_from_where_type_checkers_read_it() -> None:
+    tree = ast.parse(Path(str(sparktorch.__file__)).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module for node in imports for alias in node.names if alias.asname} == sparktorch._HOMES
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

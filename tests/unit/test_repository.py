@@ -94,6 +94,17 @@ def test_a_param_is_read_somewhere(name: str) -> None:
     assert spec.field or re.search(rf'"{name}"|\.get{spec.accessor}\(|self\.{name}\b', used)
 
 
+def test_the_params_of_a_task_are_on_the_page_of_params() -> None:
+    import sparktorch
+
+    page = text_of("docs/params.md")
+    kinds = [
+        kind for name, home in sparktorch._HOMES.items() if ".tasks." in home for kind in [getattr(sparktorch, name)]
+    ]
+    missing = {spec.name for kind in kinds for spec in kind._table if f"| `{spec.name}` |" not in page}
+    assert not missing, "its table is missing in SECTIONS of the task's params.py"
+
+
 @pytest.mark.parametrize("layout", get_args(Layout))
 def test_a_layout_of_columns_is_kept_documented_and_tried(layout: str) -> None:
     assert layout in {name for encoding in ENCODINGS for name in encoding.layouts}

@@ -32,13 +32,6 @@ __all__ = [
     *("check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
 ]
 
-_INPUTS = (
-    *("featuresCol", "inputCols", "textCol", "imageCol", "categoricalCols", "numericCols"),
-    *("userCol", "itemCol", "userFeatures", "itemFeatures"),
-)
-_ROLES = ("labelCol", "labelCols", "ratingCol", "weightCol", "validationIndicatorCol", "idCol", "groupCol", "orderCol")
-_OF_SERIES = ("pastCols", "futureCols", "staticCols")
-_COLUMNS = (*_INPUTS, *_ROLES, *_OF_SERIES)
 _INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # The second Param takes the place of the first.
 # The code of modules as of their first fit is here by application and module.
 _first: dict[tuple[str, str], dict[str, bytes]] = {}
@@ -49,22 +42,6 @@ _VALID = {
     "preflight": ("basic", "full"),
     "split": ("key", "keep"),
     "nullPolicy": ("error", "drop", "fill"),
-}
-
-# A LightningModule brings its loss, optimizer and schedule, which Params must not name.
-_BROUGHT = {
-    "loss": "training_step returns it",
-    "lossParams": "training_step computes the loss",
-    "trainingStep": "the module has its own training_step",
-    "optimizer": "configure_optimizers returns it",
-    "optimizerParams": "configure_optimizers returns the optimizer",
-    "learningRate": "configure_optimizers sets it",
-    "parameterGroups": "configure_optimizers makes the groups",
-    "scheduler": "configure_optimizers returns it",
-    "schedulerParams": "configure_optimizers returns the scheduler",
-    "schedulerInterval": "it is the 'interval' that configure_optimizers returns",
-    "warmupSteps": "return a scheduler with a warm-up, such as SequentialLR",
-    "referenceBatchSize": "scale the learning rate in configure_optimizers",
 }
 
 
@@ -92,12 +69,12 @@ def check_params(p: Values) -> None:
 
 def check_brought(p: Values) -> None:
     """Refuses Params of what a LightningModule brings, and those that would call its hooks twice."""
-    for name, why in _BROUGHT.items():
-        if p.is_set(name):
+    for spec in p.specs:
+        if spec.brought and p.is_set(spec.name):
             raise ConfigError(
-                f"{name} is set, and the module is a LightningModule, which brings its own",
-                hint=f"leave it out: {why}",
-                param=name,
+                f"{spec.name} is set, and the module is a LightningModule, which brings its own",
+                hint=f"leave it out: {spec.brought}",
+                param=spec.name,
                 code="ST-LIGHTNING",
             )
     if p["microBatchSize"] == "auto":
@@ -230,12 +207,14 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         yield
     except ColumnError as error:
         p = Values(instance)
-        columns = {name: p[name] for name in _COLUMNS if p[name] is not None}
-        read = [name for name in columns if (fits or name in _INPUTS) and _INSTEAD.get(name) not in columns]
+        columns = {spec.name: p[spec.name] for spec in p.specs if spec.columns and p[spec.name] is not None}
         naming = [
-            name
-            for name in read
-            if error.where.get("column") in ([columns[name]] if isinstance(columns[name], str) else columns[name])
+            spec.name
+            for spec in p.specs
+            if spec.name in columns
+            and (fits or spec.columns == "inputs")
+            and _INSTEAD.get(spec.name) not in columns
+            and error.where.get("column") in _listed(columns[spec.name])
         ]
         if len(naming) != 1:
             raise
@@ -243,6 +222,11 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         if naming == ["featuresCol"] and not instance.isSet("featuresCol"):
             with_param.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
         raise with_param.with_traceback(error.__traceback__) from error.__cause__
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    """Returns the columns that a Param names: one or several."""
+    return [value] if isinstance(value, str) else value
 
 
 def check_version(source: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pyspark.ml.param import Params
 
 from sparktorch.base.imports import load_object
+from sparktorch.ml.params.declare import ParamSpec
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.adapter import Adapter, adapter_of
 from sparktorch.train.recipe.loss import TrainingStep
@@ -32,6 +34,12 @@ class Values:
     def is_set(self, name: str) -> bool:
         """Whether a Param exists and was set by the user."""
         return bool(self._instance.hasParam(name) and self._instance.isSet(name))
+
+    @property
+    def specs(self) -> Collection[ParamSpec]:
+        """What tables say of the Params, those included that no constructor of the class takes, but one of its base."""
+        tables = [vars(kind).get("_table", ()) for kind in reversed(type(self._instance).__mro__)]
+        return {spec.name: spec for table in tables for spec in table}.values()
 
     @property
     def source(self) -> Any:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +14,10 @@ from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparktorch.errors import nearest
 
-__all__ = ["ParamSpec", "described", "input_names", "params_class", "with_constructor"]
+__all__ = [
+    *("ParamSpec", "changed", "declared", "described", "input_names", "only", "params_class", "with_constructor"),
+    "without",
+]
 
 _MUTABLE = dict, list
 
@@ -33,6 +36,9 @@ class ParamSpec:
         field: The configuration field that gets the value, such as "config.batch_size"; empty if
             `ml/fit/translate.py` reads the Param by name.
         shared: Spark's mixin that declares the Param, if there is one.
+        columns: Which columns it names, if it names some that are there: "inputs", which scoring reads, too, or those
+            that a "fit" alone reads.
+        brought: What a LightningModule has in its place, if it has something.
     """
 
     name: str
@@ -42,6 +48,8 @@ class ParamSpec:
     compared: bool | Literal["unless default"]
     field: str = ""
     shared: Any = None
+    columns: Literal["", "inputs", "fit"] = ""
+    brought: str = ""
 
     @property
     def accessor(self) -> str:
@@ -52,6 +60,21 @@ class ParamSpec:
     def shown_default(self) -> Any:
         """The default in signatures: `None` for lists and dicts."""
         return None if isinstance(self.default, _MUTABLE) else self.default
+
+
+def only(table: Sequence[ParamSpec], *names: str) -> tuple[ParamSpec, ...]:
+    """Returns the Params of a table that have these names."""
+    return tuple(spec for spec in table if spec.name in names)
+
+
+def without(table: Sequence[ParamSpec], *names: str) -> tuple[ParamSpec, ...]:
+    """Returns the Params of a table that have other names."""
+    return tuple(spec for spec in table if spec.name not in names)
+
+
+def changed(table: Sequence[ParamSpec], name: str, **fields: Any) -> tuple[ParamSpec, ...]:
+    """Returns a table in which one Param has another default, or another doc."""
+    return tuple(replace(spec, **fields) if spec.name == name else spec for spec in table)
 
 
 class _Explained(Params):
@@ -65,8 +88,8 @@ class _Explained(Params):
         return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
 
 
-def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[Params]) -> type[Params]:
-    """Makes a mixin that declares the Params of a table, with getters and setters.
+def params_class(module: str, name: str, table: Sequence[ParamSpec], doc: str, *bases: type[Params]) -> type[Params]:
+    """Makes a mixin of a module that declares the Params of a table, with getters and setters.
 
     It leaves out those that its bases declare with the same type.
     """
@@ -78,7 +101,7 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
         if f"set{spec.accessor}" not in inherited or types_of.get(spec.name, spec.type) != spec.type
     ]
     shared = [spec.shared for spec in added if spec.shared is not None]
-    members: dict[str, Any] = {"__doc__": doc, "__module__": "sparktorch.ml.params.mixins"}
+    members: dict[str, Any] = {"__doc__": doc, "__module__": module}
     members["_table"] = tuple(table)
     for spec in added:
         if spec.shared is None:
@@ -94,6 +117,12 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
 
     # `type` would not resolve the metaclass of the bases.
     return types.new_class(name, (*(bases or (_Explained,)), *shared), {}, fill)
+
+
+def declared(module: str, name: str, table: Sequence[ParamSpec], base: type[Params], *, of: str = "") -> type[Params]:
+    """Makes the mixin of an estimator or a model, which is called as the mixin is, or `of`, with its constructor."""
+    kind = params_class(module, name, table, f"The Params of `{of or name.removesuffix('Params')}`.", base)
+    return with_constructor(kind, table, arguments=not name.endswith("ModelParams"))
 
 
 def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, arguments: bool) -> type[Params]:

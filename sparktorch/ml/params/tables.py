@@ -1,4 +1,4 @@
-"""The Params of all estimators, in one table per subject; those of single tasks are in `task_tables`.
+"""The Params of estimators for modules of any kind, in one table per subject; a task has its Params in its folder.
 
 Accessors, constructors, `help`, stubs and docs/params.md come from them.
 
@@ -36,10 +36,10 @@ MODULE = (
 )
 
 COLUMNS = (
-    P("featuresCol", "str", "features", "the input column", compared=False, shared=HasFeaturesCol),
+    P("featuresCol", "str", "features", "the input column", compared=False, shared=HasFeaturesCol, columns="inputs"),
     P("inputCols", "list[str]", None,
       "the input columns, in the order of the arguments of forward, in place of featuresCol",
-      compared=False, shared=HasInputCols),
+      compared=False, shared=HasInputCols, columns="inputs"),
 )
 
 INPUTS = (
@@ -72,12 +72,12 @@ INPUTS = (
 
 LABEL = (
     P("labelCol", "str", "label", "the label column; an empty name says that the loss takes no labels",
-      compared=False, shared=HasLabelCol),
+      compared=False, shared=HasLabelCol, columns="fit"),
 )
 
 LABELS = (
     P("labelCols", "list[str]", None,
-      "scalar columns that become one label, (rows, columns), in place of labelCol", compared=True),
+      "scalar columns that become one label, (rows, columns), in place of labelCol", compared=True, columns="fit"),
 )
 
 PREDICTION = (
@@ -105,30 +105,34 @@ OUTPUTS = (
 
 WEIGHT = (
     P("weightCol", "str", None,
-      "a column of sample weights (>= 0); without it, all rows weigh the same", compared=False, shared=HasWeightCol),
+      "a column of sample weights (>= 0); without it, all rows weigh the same", compared=False, shared=HasWeightCol,
+      columns="fit"),
 )
 
 ROWS = (
     P("validationIndicatorCol", "str", None, "a boolean column, true for the rows that validate and do not train",
-      compared=False, shared=HasValidationIndicatorCol),
+      compared=False, shared=HasValidationIndicatorCol, columns="fit"),
     P("idCol", "str", None,
-      "a column that identifies a row, used in place of its contents to order the training", compared=False),
+      "a column that identifies a row, used in place of its contents to order the training", compared=False,
+      columns="fit"),
 )
 
 GROUPS = (
     P("groupCol", "str", None,
       "a column that groups rows: those of a group stay together, and batches have whole groups; batchSize then counts "
-      "groups, and the loss is a callable (output, label, sizes) -> loss per group", compared="unless default"),
+      "groups, and the loss is a callable (output, label, sizes) -> loss per group", compared="unless default",
+      columns="fit"),
     P("orderCol", "str", None, "a column that orders the rows of a group: whole numbers, dates or timestamps",
-      compared="unless default"),
+      compared="unless default", columns="fit"),
 )
 
 LOSS = (
     P("loss", "str | Callable[..., Any]", None,
       "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not "
-      "set, a model of Hugging Face's computes its own", compared=True),
+      "set, a model of Hugging Face's computes its own", compared=True, brought="training_step returns it"),
     P("lossParams", "dict[str, Any]", {},
-      "keyword arguments of the loss class", field="recipe.loss_params", compared=True),
+      "keyword arguments of the loss class", field="recipe.loss_params", compared=True,
+      brought="training_step computes the loss"),
 )
 
 CLASS_WEIGHTS = (
@@ -140,33 +144,36 @@ CLASS_WEIGHTS = (
 OPTIMIZER = (
     P("trainingStep", "str | Callable[..., Any]", None,
       "a callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss",
-      field="recipe.training_step", compared=True),
+      field="recipe.training_step", compared=True, brought="the module has its own training_step"),
     P("optimizer", "str | Callable[..., Any]", "AdamW",
       "a class in torch.optim by name, an import path, or a factory (parameters, lr, **params)",
-      field="recipe.optimizer", compared=True),
+      field="recipe.optimizer", compared=True, brought="configure_optimizers returns it"),
     P("optimizerParams", "dict[str, Any]", {},
-      "keyword arguments of the optimizer besides the learning rate", field="recipe.optimizer_params", compared=True),
-    P("learningRate", "float", 0.001, "learning rate (> 0)", field="recipe.learning_rate", compared=True),
+      "keyword arguments of the optimizer besides the learning rate", field="recipe.optimizer_params", compared=True,
+      brought="configure_optimizers returns the optimizer"),
+    P("learningRate", "float", 0.001, "learning rate (> 0)", field="recipe.learning_rate", compared=True,
+      brought="configure_optimizers sets it"),
     P("parameterGroups", "list[dict[str, Any]]", [],
       "dicts with 'params', glob patterns of the names of parameters, and the optimizer settings of these that "
       "differ, such as lr or weight_decay; the first dict that matches a name holds",
-      field="recipe.parameter_groups", compared=True),
+      field="recipe.parameter_groups", compared=True, brought="configure_optimizers makes the groups"),
     P("freeze", "list[str]", [],
       "glob patterns of the names of parameters that are not trained; '!pattern' excepts those that it matches",
       field="recipe.freeze", compared=True),
     P("scheduler", "str | Callable[..., Any]", None,
       "a class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params)",
-      field="recipe.scheduler", compared=True),
+      field="recipe.scheduler", compared=True, brought="configure_optimizers returns it"),
     P("schedulerParams", "dict[str, Any]", {},
       "keyword arguments of the scheduler; T_max and total_steps need not be among them",
-      field="recipe.scheduler_params", compared=True),
+      field="recipe.scheduler_params", compared=True, brought="configure_optimizers returns the scheduler"),
     P("schedulerInterval", "str", "epoch", "whether the scheduler steps after each 'step' or each 'epoch'",
-      field="config.schedule_interval", compared=True),
+      field="config.schedule_interval", compared=True,
+      brought="it is the 'interval' that configure_optimizers returns"),
     P("warmupSteps", "int", None, "steps over which the learning rate rises linearly to what the scheduler says (>= 0)",
-      field="config.warmup_steps", compared=True),
+      field="config.warmup_steps", compared=True, brought="return a scheduler with a warm-up, such as SequentialLR"),
     P("referenceBatchSize", "int", None,
       "the batch size for which learningRate was chosen: the rate is scaled to batchSize, with a warm-up (> 0)",
-      field="config.reference_batch_size", compared=True),
+      field="config.reference_batch_size", compared=True, brought="scale the learning rate in configure_optimizers"),
 )
 
 STEPS = (

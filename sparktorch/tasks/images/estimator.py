@@ -9,9 +9,9 @@ from pyspark.sql import DataFrame
 
 from sparktorch.adapters.huggingface.preprocess import FromFolder, Pixels
 from sparktorch.errors import ConfigError
-from sparktorch.ml.params.mixins import ImageClassificationModelParams, ImageClassifierParams
 from sparktorch.tasks.images.image_size import usual_size
 from sparktorch.tasks.images.network import ImageNetwork
+from sparktorch.tasks.images.params import ImageClassificationModelParams, ImageClassifierParams
 from sparktorch.tasks.shared.labelled import LabelledEstimator, LearnedOfLabels
 from sparktorch.tasks.shared.pretrained import FolderClassifier, FolderModel
 from sparktorch.tasks.shared.settings import TaskSettings

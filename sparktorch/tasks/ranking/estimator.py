@@ -14,7 +14,6 @@ from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.fit.refusals import check_named_groups
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.model.trained_module import TrainedModule
@@ -23,6 +22,7 @@ from sparktorch.spark.frame.groups import check_group
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.tasks.ranking.evaluation import RankingSummary, evaluate_ranker
 from sparktorch.tasks.ranking.loss import LOSSES, measured
+from sparktorch.tasks.ranking.params import RankerParams, RankingModelParams
 from sparktorch.tasks.shared.held_out import in_share, marked
 from sparktorch.tasks.shared.settings import TaskSettings
 from sparktorch.tasks.tables.estimator import TabularEstimator, TabularModel

@@ -10,9 +10,9 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least
 from sparktorch.errors import counted
-from sparktorch.ml.params.mixins import RankingModelParams
 from sparktorch.ml.scoring.comparison import Summary, compared, described, refuse_rows, totals
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.tasks.ranking.params import RankingModelParams
 
 __all__ = ["RankingSummary", "evaluate_ranker"]
 

@@ -18,12 +18,12 @@ from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ColumnError, ConfigError, ConflictError
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.mixins import RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 from sparktorch.tasks.recommender.model import Paired, RecommenderModel, id_type, structs
 from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
+from sparktorch.tasks.recommender.params import RecommenderParams
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, free_name
 from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings

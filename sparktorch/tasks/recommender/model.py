@@ -17,7 +17,6 @@ from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params.mixins import RecommenderModelParams
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows, table_of
@@ -27,6 +26,7 @@ from sparktorch.spark.session import session_of
 from sparktorch.tasks.recommender.evaluation import RankingMetrics, ranking_metrics
 from sparktorch.tasks.recommender.lists import Vectors, best_candidates
 from sparktorch.tasks.recommender.network import Pairs, Towers
+from sparktorch.tasks.recommender.params import RecommenderModelParams
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from sparktorch.data.columns import Window
 from sparktorch.errors import ColumnError, ConfigError, ConflictError, counted
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows
 from sparktorch.tasks.series.learned import LearnedSeries, check_columns, learn_series
 from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
 from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
+from sparktorch.tasks.series.params import ForecasterParams
 from sparktorch.tasks.series.season import context_for, learn_season, longest_context, middle_length
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.tasks.shared.layers import UNTRAINED

@@ -18,7 +18,6 @@ from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.refusals import check_set
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params.mixins import ForecastingModelParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.groups import check_group
@@ -28,6 +27,7 @@ from sparktorch.spark.session import is_local, setting
 from sparktorch.spark.shipping import send
 from sparktorch.tasks.series.evaluation import ForecastSummary, summary_of
 from sparktorch.tasks.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
+from sparktorch.tasks.series.params import ForecastingModelParams
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature

@@ -18,7 +18,6 @@ from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.classes import AUTOMATIC
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.tasks.shared.held_out import (
@@ -31,6 +30,7 @@ from sparktorch.tasks.shared.held_out import (
     too_few,
     without_nulls,
 )
+from sparktorch.tasks.shared.params import AUTOMATIC
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings, automatic_settings, fixed_settings
 
 if TYPE_CHECKING:

@@ -13,21 +13,15 @@ from sparktorch.base.imports import is_object, load_object
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
-from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
 from sparktorch.ml.scoring.column_metadata import class_index, nominal
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
-from sparktorch.tasks.tables.learned import (
-    CROSS_VALIDATION_COLUMN,
-    ROLE_PARAMS,
-    LearnedTable,
-    learn_table,
-    warn_of_constants,
-)
+from sparktorch.tasks.tables.kinds import CROSS_VALIDATION_COLUMN, ROLE_PARAMS
+from sparktorch.tasks.tables.learned import LearnedTable, learn_table, warn_of_constants
 from sparktorch.tasks.tables.network import TableNetwork, network_settings
+from sparktorch.tasks.tables.params import TABLE, TabularClassifierParams, TabularRegressorParams
 from sparktorch.tasks.tables.preprocess import TableColumns
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,31 +13,18 @@ from pyspark.sql import types as T
 from sparktorch.data.distribution import MOST_VALUES
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.scoring.column_metadata import check_numbers, classes_of
+from sparktorch.ml.scoring.column_metadata import classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
 from sparktorch.tasks.shared.column_statistics import Figures, column_statistics, round_figure
 from sparktorch.tasks.shared.learning import check_rows
+from sparktorch.tasks.tables.kinds import Kinds, chooses_kinds, is_number, kinds_of_columns, order_inputs
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
-__all__ = [
-    *(
-        "CROSS_VALIDATION_COLUMN",
-        "ROLE_PARAMS",
-        "LearnedTable",
-        "check_numbers_to_predict",
-        "integer_categories",
-        "kinds_of_columns",
-        "learn_table",
-    ),
-    "warn_of_constants",
-]
+__all__ = ["LearnedTable", "check_numbers_to_predict", "integer_categories", "learn_table", "warn_of_constants"]
 
 _LOG = logging.getLogger(__name__)
-ROLE_PARAMS = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol")
-# Spark's CrossValidator and TrainValidationSplit draw a number for each row into a column with such a name.
-CROSS_VALIDATION_COLUMN = re.compile(r"_[0-9a-f]{12}_rand$")
 _BOUND = 3.0  # Scaled numbers do not exceed it, as in RealMLP.
 _MOST_LABELS = 100_000  # All labels come to the driver, and the network has an output for each.
 _LARGEST_INTEGER = 2.0**53  # Spark and torch get larger integers as doubles, which are not exact.
@@ -46,7 +32,6 @@ _LARGEST_INTEGER = 2.0**53  # Spark and torch get larger integers as doubles, wh
 _MOST_INTEGER_COLUMNS = 100
 _FEWEST_ROWS_OF_INTEGER = 2  # Integers are measured, not codes, if a value has fewer rows than this on average.
 _SHORT_RANGE = 32  # If a range has no more integers than this, all are categories, even those that no row has.
-_TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 
 
 class LearnedTable(NamedTuple):
@@ -75,20 +60,6 @@ class LearnedTable(NamedTuple):
     held_out: int = 0
     constants: tuple[str, ...] = ()
     nonnegative: tuple[int, ...] = ()
-
-
-class _Kinds(NamedTuple):
-    """The input columns by kind.
-
-    Attributes:
-        categorical: The columns of categories.
-        times: The columns of dates and timestamps, each with the parts that become categories, such as "month".
-        numeric: The columns of numbers.
-    """
-
-    categorical: list[str]
-    times: dict[str, list[str]]
-    numeric: list[str]
 
 
 class _Statistics(NamedTuple):
@@ -136,7 +107,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
     categories: dict[str, list[Any]] = {
         name: _frequent(counts, names.type_of(name), p["minCount"]) for name, counts in statistics.categories.items()
     }
-    if _chooses_kinds(p):
+    if chooses_kinds(p):
         categories |= integer_categories(statistics.numbers, names, p["maxIntegerCategories"], p["minCount"])
     labels: list[str] = []
     outputs = len(label_columns)
@@ -161,7 +132,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
     ]
     return LearnedTable(
         table=TableColumns(categories, kinds.times, centres, missing, _BOUND),
-        inputs=_order_inputs(p, names, kinds),
+        inputs=order_inputs(p, names, kinds),
         outputs=outputs,
         labels=labels,
         scales=[[round_figure(figures.mean), round_figure(figures.deviation)] for figures in label_figures],
@@ -176,7 +147,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
 
 
 def _statistics(
-    dataset: DataFrame, p: Values, names: ColumnNames, kinds: _Kinds, *, classifies: bool, holds_out: bool
+    dataset: DataFrame, p: Values, names: ColumnNames, kinds: Kinds, *, classifies: bool, holds_out: bool
 ) -> _Statistics:
     """Counts values and computes figures in one job; `holds_out` says that the estimator holds rows out itself."""
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
@@ -192,12 +163,12 @@ def _statistics(
     if classifies:
         number_labels = [p["labelCol"]] if isinstance(names.type_of(p["labelCol"]), NUMERIC) else []
     else:
-        number_labels = [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
+        number_labels = [name for name in p["labelCols"] or [p["labelCol"]] if is_number(names.type_of(name))]
     label_rows = F.lit(True) if classifies and holds_out else trains
 
     integers = _integer_columns(names, kinds.numeric)
     most_values = dict.fromkeys(numbers, MOST_VALUES)
-    if _chooses_kinds(p) and not _are_measurements(integers):
+    if chooses_kinds(p) and not _are_measurements(integers):
         # One value more than may be categories shows that there are too many.
         most_values |= dict.fromkeys(integers, max(MOST_VALUES, p["maxIntegerCategories"] + 1))
     statistics = column_statistics(
@@ -365,110 +336,3 @@ def warn_of_constants(learned: LearnedTable) -> None:
         _LOG.warning("the same number, or null, in all rows that train, and so without effect: %s", listed)
     if learned.rows and any(deviation == 0 for _, deviation in learned.scales):
         _LOG.warning("the label is the same in all rows that train, and so is what the model will predict")
-
-
-def _chooses_kinds(p: Values) -> bool:
-    """Whether the estimator decides which columns are categories."""
-    return p["categoricalCols"] is None and p["numericCols"] is None
-
-
-def kinds_of_columns(p: Values, names: ColumnNames) -> _Kinds:
-    """Returns the input columns by kind; refuses names that contradict each other, and types that it cannot take."""
-    role_columns = {column for param in ROLE_PARAMS for name in _listed(p[param]) for column in names.called(name)}
-    columns_without_role = [
-        name for name in names.schema.names if name not in role_columns and not CROSS_VALIDATION_COLUMN.search(name)
-    ]
-    explicitly_named = _by_column(names, [*(p["categoricalCols"] or ()), *(p["numericCols"] or ())])
-    chosen_inputs = _by_column(names, p["inputCols"] or ())
-    candidates = chosen_inputs or _by_column(names, columns_without_role)
-    # The type decides the kind of an input that neither categoricalCols nor numericCols names.
-    unassigned = [name for column, name in candidates.items() if column not in explicitly_named]
-    numeric_by_type = [name for name in unassigned if _is_number(names.type_of(name))]
-    other_by_type = [name for name in unassigned if name not in numeric_by_type]
-    numeric = numeric_by_type if p["numericCols"] is None else p["numericCols"]
-    categorical_or_time = other_by_type if p["categoricalCols"] is None else p["categoricalCols"]
-    _check_inputs(p, names, explicitly_named, chosen_inputs, [*numeric, *categorical_or_time])
-    kinds = _Kinds(categorical=[], times={}, numeric=numeric)
-    for name in categorical_or_time:
-        kind = names.type_of(name)
-        if isinstance(kind, T.DateType):
-            kinds.times[name] = ["month", "weekday"]
-        elif isinstance(kind, _TIMES):
-            kinds.times[name] = ["month", "weekday", "hour"]
-        elif isinstance(kind, (T.StringType, *NUMERIC)):
-            kinds.categorical.append(name)
-        else:
-            hint = "leave it out: inputCols names the columns to take"
-            what = f"column {name!r} is {kind.simpleString()}, neither text, number, boolean, date nor timestamp"
-            raise ColumnError(what, hint=hint, column=name)
-    check_numbers(names, numeric)
-    if not any(kinds):
-        hint = "its other columns are the inputs: text, numbers, booleans, dates and timestamps"
-        raise ColumnError("the table has no column but the label and those that have another role", hint=hint)
-    return kinds
-
-
-def _check_inputs(
-    p: Values,
-    names: ColumnNames,
-    explicitly_named: Mapping[str, str],
-    chosen_inputs: Mapping[str, str],
-    used: Sequence[str],
-) -> None:
-    """Refuses the label among the inputs, and inputs that one Param names and another one leaves out.
-
-    Args:
-        p: The Params.
-        names: The columns of the table.
-        explicitly_named: The names in `categoricalCols` and `numericCols`, by column.
-        chosen_inputs: The names in `inputCols`, by column.
-        used: The names of all columns that have a kind.
-    """
-    outside = [name for column, name in explicitly_named.items() if chosen_inputs and column not in chosen_inputs]
-    if outside:
-        name = min(outside)
-        raise ColumnError(
-            f"column {name!r} is not among inputCols", hint="name it there, or leave inputCols out", column=name
-        )
-    labels = [
-        name
-        for column, name in _by_column(names, p["labelCols"] or [p["labelCol"]]).items()
-        if column in chosen_inputs or column in explicitly_named
-    ]
-    if labels:
-        name = min(labels)
-        hint = "leave it out: a model would only repeat it"
-        raise ColumnError(f"the label {name!r} is among the input columns", hint=hint, column=name)
-    used_columns = _by_column(names, used)
-    unused = [name for column, name in chosen_inputs.items() if column not in used_columns]
-    if unused:
-        name = min(unused)
-        raise ColumnError(
-            f"column {name!r} is among inputCols, and in neither categoricalCols nor numericCols",
-            hint="name it in one of them, or leave it out of inputCols",
-            column=name,
-        )
-
-
-def _order_inputs(p: Values, names: ColumnNames, kinds: _Kinds) -> list[str]:
-    """Returns the input columns in the order of `inputCols`, or of the table."""
-    inputs = {*kinds.categorical, *kinds.times, *kinds.numeric}
-    order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
-    return [name for name in dict.fromkeys(order) if name in inputs]
-
-
-def _listed(value: Any) -> Sequence[str]:
-    """Returns the columns that a Param names: one, several, or none."""
-    return [value] if isinstance(value, str) else value or []
-
-
-def _by_column(names: ColumnNames, called: Iterable[str]) -> dict[str, str]:
-    """Maps each column to the first of the names that refer to it."""
-    by_column: dict[str, str] = {}
-    for name in called:
-        by_column.setdefault(names.sql(name), name)
-    return by_column
-
-
-def _is_number(kind: T.DataType) -> bool:
-    return isinstance(kind, NUMERIC) and not isinstance(kind, T.BooleanType)

@@ -11,9 +11,9 @@ from sparktorch.adapters.huggingface.preprocess import FromFolder, Tokens
 from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.ml.params.mixins import TextClassificationModelParams, TextClassifierParams
 from sparktorch.tasks.shared.pretrained import FolderClassifier, FolderModel
 from sparktorch.tasks.shared.settings import TaskSettings
+from sparktorch.tasks.texts.params import TextClassificationModelParams, TextClassifierParams
 
 __all__ = ["NEW_TEXTS", "TEXTS", "TextClassificationModel", "TextClassifier"]
 

@@ -13,12 +13,12 @@ from sparktorch.data.columns import Window
 from sparktorch.ml.fit.summary import best_validation, ending, majority
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.classes import AUTOMATIC
 from sparktorch.tasks.images.estimator import IMAGES, NEW_IMAGES
 from sparktorch.tasks.ranking.estimator import RANKING
 from sparktorch.tasks.recommender.estimator import ROW_SAMPLES, USER_SAMPLES
 from sparktorch.tasks.series.estimator import SERIES
 from sparktorch.tasks.shared.held_out import Sample, too_few, windows_held_out
+from sparktorch.tasks.shared.params import AUTOMATIC
 from sparktorch.tasks.shared.settings import TaskSettings, automatic_settings
 from sparktorch.tasks.tables.estimator import TABLES
 from sparktorch.tasks.texts.estimator import NEW_TEXTS, TEXTS

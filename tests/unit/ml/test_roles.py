@@ -11,7 +11,7 @@ from sparktorch import TabularClassifier, TabularRegressor
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.tasks.tables.learned import kinds_of_columns
+from sparktorch.tasks.tables.kinds import kinds_of_columns
 
 SCHEMA = (
     T.StructType()

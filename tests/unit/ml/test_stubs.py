@@ -1,4 +1,4 @@
-"""What mypy and editors are told of the Params by `mixins.pyi`, where `Unpack` of TypedDicts types the constructors."""
+"""What mypy and editors read of the Params in the stubs, where `Unpack` of TypedDicts types the constructors."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 
+from sparktorch import tasks
 from sparktorch.ml.params import mixins
 
 pytestmark = pytest.mark.newest
 
-# All but the stub and what it is built on is `Any` here: mypy then takes seconds, and reads the same signatures.
-CONFIG = """
+MODULES = [mixins, *(import_module(f"sparktorch.tasks.{task.name}.params") for task in iter_modules(tasks.__path__))]
+# All but the stubs and what they are built on is `Any` here: mypy then takes seconds, and reads the same signatures.
+READ = [module.__name__ for module in MODULES]
+READ += ["sparktorch.tasks.shared.param_types", "pyspark.ml.param.*", "pyspark.ml.util"]
+CONFIG = f"""
 [mypy]
 strict = true
 follow_imports = skip
-[mypy-sparktorch.ml.params.mixins,pyspark.ml.param.*,pyspark.ml.util]
+[mypy-{",".join(READ)}]
 follow_imports = normal
 """
-IMPORTS = """
-from typing import Any
-from sparktorch.ml.params.mixins import *
-anything: Any = 3
-"""
+IMPORTS = "\n".join(
+    ["from typing import Any", *(f"from {module.__name__} import *" for module in MODULES), "anything: Any = 3"]
+)
 ACCEPTED = """
 GenericParams(loss=None, groupCol="query", outputCols=["a", "b"], scheduler=None, inputShapes={"a": [2, 2]})
 ClassifierParams(epochs=3, learningRate=0.1, classWeights="balanced", numWorkers=(1, 2), inputCols=["a"])
@@ -55,7 +59,8 @@ REFUSED = {
 }
 TAKEN = {
     name: [*inspect.signature(kind.__init__).parameters][1:]
-    for name, kind in vars(mixins).items()
+    for module in MODULES
+    for name, kind in vars(module).items()
     if hasattr(kind, "_table") and "__init__" in vars(kind)
 }
 
