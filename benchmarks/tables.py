@@ -20,8 +20,17 @@ from benchmarks.common import ROOT
 from benchmarks.without_settings import summary_table, whole_table
 
 _DOCS = (
-    *("benchmarks", "huggingface", "model_parallel", "ranking", "recommend", "results", "scale", "series"),
-    *("strategies", "tables", "training"),
+    "benchmarks",
+    "huggingface",
+    "model_parallel",
+    "ranking",
+    "recommend",
+    "results",
+    "scale",
+    "series",
+    "strategies",
+    "tables",
+    "training",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
 # The word behind "without" names a table of several results.

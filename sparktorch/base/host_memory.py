@@ -17,7 +17,12 @@ import torch
 from sparktorch.base.devices import is_host, module_of
 
 __all__ = [
-    *("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"),
+    "available_bytes",
+    "forget_peaks",
+    "given_back",
+    "out_of_memory_kills",
+    "peaks",
+    "resident_bytes",
     "trim",
 ]
 

@@ -12,8 +12,17 @@ from sparktorch.base.moved import earlier_name
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
-    *("SHIPPING_HINT", "import_path", "is_object", "load_object", "uncollected"),
-    *("matplotlib", "mlflow", "onnxscript", "optuna", "pillow", "transformers"),
+    "SHIPPING_HINT",
+    "import_path",
+    "is_object",
+    "load_object",
+    "matplotlib",
+    "mlflow",
+    "onnxscript",
+    "optuna",
+    "pillow",
+    "transformers",
+    "uncollected",
 ]
 
 SHIPPING_HINT = (

@@ -15,8 +15,16 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError
 
 __all__ = [
-    *("WRAPPER", "apart", "check_returned", "check_state", "entries", "extra_states", "pack_state", "packed_weights"),
-    *("unpack_state", "unpacked_weights"),
+    "WRAPPER",
+    "apart",
+    "check_returned",
+    "check_state",
+    "entries",
+    "extra_states",
+    "pack_state",
+    "packed_weights",
+    "unpack_state",
+    "unpacked_weights",
 ]
 
 WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing adds this to names of modules.

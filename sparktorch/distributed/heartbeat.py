@@ -26,8 +26,15 @@ import torch.distributed as dist
 from sparktorch.distributed.store import OpenStore, SealedStore
 
 __all__ = [
-    *("Beats", "Heart", "Pulse", "Pulses"),
-    *("beat_seconds", "paced", "silent_among", "silent_seconds", "suspects"),
+    "Beats",
+    "Heart",
+    "Pulse",
+    "Pulses",
+    "beat_seconds",
+    "paced",
+    "silent_among",
+    "silent_seconds",
+    "suspects",
 ]
 
 # The store has this time to answer one rank.

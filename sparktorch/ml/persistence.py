@@ -43,8 +43,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    *("FOR_ALL", "EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"),
-    *("read_local", "write_local"),
+    "FOR_ALL",
+    "EstimatorReader",
+    "EstimatorWriter",
+    "ModelReader",
+    "ModelWriter",
+    "read_local",
+    "write_local",
 ]
 
 R = TypeVar("R", bound=Any)

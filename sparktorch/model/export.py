@@ -32,8 +32,15 @@ from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import ArgumentSpec
 
 __all__ = [
-    *("ExportError", "Program", "Script", "check_archive", "example_inputs", "export_program", "export_whole"),
-    *("exported_whole", "quiet_export"),
+    "ExportError",
+    "Program",
+    "Script",
+    "check_archive",
+    "example_inputs",
+    "export_program",
+    "export_whole",
+    "exported_whole",
+    "quiet_export",
 ]
 
 Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]

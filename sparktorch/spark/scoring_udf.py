@@ -29,8 +29,16 @@ from sparktorch.spark.session import is_local, switched_on
 from sparktorch.spark.shipping import Sent, send
 
 __all__ = [
-    *("CHUNK_BYTES", "device_of", "rechunk", "result_column", "rows_for_udf", "scorer_here", "scoring_udf"),
-    *("found_in_python", "take_rows_in_sql", "without_invalid"),
+    "CHUNK_BYTES",
+    "device_of",
+    "found_in_python",
+    "rechunk",
+    "result_column",
+    "rows_for_udf",
+    "scorer_here",
+    "scoring_udf",
+    "take_rows_in_sql",
+    "without_invalid",
 ]
 
 _LOG = logging.getLogger(__name__)

@@ -13,18 +13,22 @@ from pyspark.sql import SparkSession
 from sparktorch.errors import ConfigError
 
 __all__ = [
-    *(
-        "cancel_tasks",
-        "check_running",
-        "driver_address",
-        "executor_ids",
-        "is_connect",
-        "is_local",
-        "is_leaving",
-        "java_profile",
-    ),
-    *("java_version", "other_tasks"),
-    *("running_tasks", "session_of", "setting", "slots", "switched_on", "tag_tasks"),
+    "cancel_tasks",
+    "check_running",
+    "driver_address",
+    "executor_ids",
+    "is_connect",
+    "is_leaving",
+    "is_local",
+    "java_profile",
+    "java_version",
+    "other_tasks",
+    "running_tasks",
+    "session_of",
+    "setting",
+    "slots",
+    "switched_on",
+    "tag_tasks",
 ]
 
 # More tasks than a stage has: Spark lists a stage's tasks up to a number.

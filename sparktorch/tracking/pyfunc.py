@@ -23,7 +23,7 @@ from sparktorch.errors import ColumnError, SparkTorchError, nearest
 from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 
-__all__ = [*("PyFuncModel", "PyFuncPipeline", "Served", "check_columns", "pickles_allowed", "zone_of")]
+__all__ = ["PyFuncModel", "PyFuncPipeline", "Served", "check_columns", "pickles_allowed", "zone_of"]
 
 # Models that do not return a row for each row are served by these classes. In columns.json, such a model has the key.
 _SCORERS = {"series": "sparktorch.tasks.series.pyfunc:SeriesPyFunc"}

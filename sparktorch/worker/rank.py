@@ -25,8 +25,14 @@ from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
 
 __all__ = [
-    *("Task", "leaving_none_of", "on_rows", "run_held", "serve"),
-    *("train_held", "train_partition", "try_in_rank"),
+    "Task",
+    "leaving_none_of",
+    "on_rows",
+    "run_held",
+    "serve",
+    "train_held",
+    "train_partition",
+    "try_in_rank",
 ]
 
 

@@ -29,8 +29,13 @@ from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, nearest, refusing
 
 __all__ = [
-    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"),
-    *("opened", "rebuildable", "stamp"),
+    "ConvertedWeights",
+    "classifier_in",
+    "config_in",
+    "has_new_weights",
+    "opened",
+    "rebuildable",
+    "stamp",
 ]
 
 _log = logging.getLogger(__name__)

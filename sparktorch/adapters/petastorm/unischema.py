@@ -48,8 +48,23 @@ _RESTORE = "pyspark.serializers._restore"
 _SPARK_TYPES = tuple(
     f"pyspark.sql.types.{name}Type"
     for name in (
-        *("Boolean", "Byte", "Short", "Integer", "Long", "Float", "Double", "Decimal"),
-        *("String", "Char", "Varchar", "Binary", "Date", "Timestamp", "TimestampNTZ", "Null", "Array"),
+        "Boolean",
+        "Byte",
+        "Short",
+        "Integer",
+        "Long",
+        "Float",
+        "Double",
+        "Decimal",
+        "String",
+        "Char",
+        "Varchar",
+        "Binary",
+        "Date",
+        "Timestamp",
+        "TimestampNTZ",
+        "Null",
+        "Array",
     )
 )
 _ADMITTED = {*_DTYPES, *_CODECS, *_SPARK_TYPES, _UNISCHEMA, _FIELD, _NUMPY_DTYPE, _RECONSTRUCTOR, _RESTORE}

@@ -15,7 +15,14 @@ import pyarrow as pa
 from sparktorch.errors import ConfigError
 
 __all__ = [
-    *("TIMES_HINT", "fits_times", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as"),
+    "TIMES_HINT",
+    "fits_times",
+    "has_instants",
+    "has_structs",
+    "has_times",
+    "in_utc",
+    "read_time",
+    "values_as",
     "zone_named",
 ]
 

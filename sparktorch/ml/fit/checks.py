@@ -27,9 +27,18 @@ from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
-    *("check_best_metric", "check_job", "check_layers", "check_new_columns", "check_outputs", "check_param_names"),
+    "check_best_metric",
+    "check_job",
+    "check_layers",
+    "check_new_columns",
+    "check_outputs",
+    "check_param_names",
     "check_params",
-    *("check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
+    "check_scoring",
+    "check_ships",
+    "check_thresholds",
+    "check_version",
+    "naming_params",
 ]
 
 _INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # The second Param takes the place of the first.

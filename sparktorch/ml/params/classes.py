@@ -6,8 +6,18 @@ from sparktorch.ml.params import tables as t
 from sparktorch.ml.params.declare import changed, only, without
 
 __all__ = [
-    *("AFTER_LOSS", "BEFORE_LABELS", "BEFORE_LOSS", "CLASSIFICATION_MODEL", "CLASSIFIER", "ESTIMATOR", "GENERIC"),
-    *("GENERIC_MODEL", "MODEL", "REGRESSION_MODEL", "REGRESSOR", "RUN"),
+    "AFTER_LOSS",
+    "BEFORE_LABELS",
+    "BEFORE_LOSS",
+    "CLASSIFICATION_MODEL",
+    "CLASSIFIER",
+    "ESTIMATOR",
+    "GENERIC",
+    "GENERIC_MODEL",
+    "MODEL",
+    "REGRESSION_MODEL",
+    "REGRESSOR",
+    "RUN",
 ]
 
 

@@ -15,7 +15,14 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from sparktorch.errors import nearest
 
 __all__ = [
-    *("ParamSpec", "changed", "declared", "described", "input_names", "only", "params_class", "with_constructor"),
+    "ParamSpec",
+    "changed",
+    "declared",
+    "described",
+    "input_names",
+    "only",
+    "params_class",
+    "with_constructor",
     "without",
 ]
 

@@ -6,8 +6,15 @@ from sparktorch.ml.params import classes
 from sparktorch.ml.params.declare import declared, params_class, with_constructor
 
 __all__ = [
-    *("ClassificationModelParams", "ClassifierParams", "EstimatorParams", "GenericModelParams", "GenericParams"),
-    *("ModelParams", "RegressionModelParams", "RegressorParams", "RunParams"),
+    "ClassificationModelParams",
+    "ClassifierParams",
+    "EstimatorParams",
+    "GenericModelParams",
+    "GenericParams",
+    "ModelParams",
+    "RegressionModelParams",
+    "RegressorParams",
+    "RunParams",
 ]
 
 EstimatorParams = params_class(__name__, "EstimatorParams", classes.ESTIMATOR, "The Params that all estimators share.")

@@ -29,8 +29,16 @@ from typing import Any
 from sparktorch.distributed.addresses import address_towards, host_of
 
 __all__ = [
-    *("ANSWER_SCHEMA", "WriteTrial", "answer", "digest_of", "failure_to_reach", "greeting", "package", "packages"),
-    *("problem", "within"),
+    "ANSWER_SCHEMA",
+    "WriteTrial",
+    "answer",
+    "digest_of",
+    "failure_to_reach",
+    "greeting",
+    "package",
+    "packages",
+    "problem",
+    "within",
 ]
 
 ANSWER_SCHEMA = "answer string"

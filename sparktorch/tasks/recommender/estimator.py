@@ -121,7 +121,13 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     _task = "generic"
     _model_class = RecommenderModel
     _learns_from = (
-        *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs", "alpha"),
+        "userCol",
+        "itemCol",
+        "ratingCol",
+        "userFeatures",
+        "itemFeatures",
+        "implicitPrefs",
+        "alpha",
         *(*_USER_SAMPLE_PARAMS, "validationIndicatorCol", "nullPolicy"),
     )
     _searched = {"rank": [8, 16, 64, 128], "regParam": [0.03, 0.07, 0.2]}

@@ -45,8 +45,15 @@ _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
 # A training that goes on from a fitted model must have the model's values of these Params.
 _MODEL_PARAMS = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")
 _LEARNS_FROM = (
-    *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
-    *("context", "horizon", "season"),
+    "labelCol",
+    "pastCols",
+    "futureCols",
+    "staticCols",
+    "validationIndicatorCol",
+    "nullPolicy",
+    "context",
+    "horizon",
+    "season",
 )
 
 

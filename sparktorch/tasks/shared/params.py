@@ -31,8 +31,13 @@ PRETRAINED = (
 
 # Estimators for one task choose these by the rows, as long as their value is "auto".
 AUTOMATIC = (
-    *("epochs", "batchSize", "learningRate", "scheduler"),
-    *("earlyStoppingPatience", "validationInterval", "validationUnit"),
+    "epochs",
+    "batchSize",
+    "learningRate",
+    "scheduler",
+    "earlyStoppingPatience",
+    "validationInterval",
+    "validationUnit",
 )
 _OR_AUTO = {"int": "int | str", "float": "float | str"}
 

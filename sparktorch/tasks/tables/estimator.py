@@ -28,8 +28,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    *("TABLES", "TabularClassificationModel", "TabularClassifier", "TabularEstimator", "TabularModel"),
-    *("TabularRegressionModel", "TabularRegressor"),
+    "TABLES",
+    "TabularClassificationModel",
+    "TabularClassifier",
+    "TabularEstimator",
+    "TabularModel",
+    "TabularRegressionModel",
+    "TabularRegressor",
 ]
 
 TABLES = TaskSettings(

@@ -15,7 +15,12 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC
 
 __all__ = [
-    *("CROSS_VALIDATION_COLUMN", "ROLE_PARAMS", "Kinds", "chooses_kinds", "is_number", "kinds_of_columns"),
+    "CROSS_VALIDATION_COLUMN",
+    "ROLE_PARAMS",
+    "Kinds",
+    "chooses_kinds",
+    "is_number",
+    "kinds_of_columns",
     "order_inputs",
 ]
 

@@ -19,9 +19,23 @@ from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.sharding.dtensor import local_part
 
 __all__ = [
-    *("OPTIMIZER", "Needs", "create_optimizer_state", "fetch_tensors", "foreign", "forget_optimizer_state"),
-    *("load_buffers", "load_extra_state", "load_optimizer_values", "load_tensors", "named_tensors", "needed_parts"),
-    *("optimizer_values", "own_buffers", "own_optimizer", "parameter_names", "storable"),
+    "OPTIMIZER",
+    "Needs",
+    "create_optimizer_state",
+    "fetch_tensors",
+    "foreign",
+    "forget_optimizer_state",
+    "load_buffers",
+    "load_extra_state",
+    "load_optimizer_values",
+    "load_tensors",
+    "named_tensors",
+    "needed_parts",
+    "optimizer_values",
+    "own_buffers",
+    "own_optimizer",
+    "parameter_names",
+    "storable",
 ]
 
 Needs = Callable[[str, list[int], list[int]], bool]

@@ -26,8 +26,17 @@ from sparktorch.train.recipe.lookup import building, look_up, name_of, parameter
 from sparktorch.train.recipe.task import each_tensor
 
 __all__ = [
-    *("Loss", "Means", "Step", "Sums", "TrainingStep"),
-    *("check_mean", "full_precision", "mean_of", "step_scales", "weigh", "with_tensors"),
+    "Loss",
+    "Means",
+    "Step",
+    "Sums",
+    "TrainingStep",
+    "check_mean",
+    "full_precision",
+    "mean_of",
+    "step_scales",
+    "weigh",
+    "with_tensors",
 ]
 
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"

@@ -12,8 +12,17 @@ from sparktorch.base.config import Precision, Task
 from sparktorch.errors import ModuleError, counted
 
 __all__ = [
-    *("align", "are_shares", "autocast", "check_rows", "classes_in", "correct", "described"),
-    *("each_tensor", "predicted", "prediction", "rows_of"),
+    "align",
+    "are_shares",
+    "autocast",
+    "check_rows",
+    "classes_in",
+    "correct",
+    "described",
+    "each_tensor",
+    "predicted",
+    "prediction",
+    "rows_of",
 ]
 
 

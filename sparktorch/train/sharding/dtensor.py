@@ -20,8 +20,21 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.quiet import quiet
 
 __all__ = [
-    *("PIPELINE", "TENSOR", "divide_gradients", "first_copy", "gradients_by_copies", "local", "local_part"),
-    *("mesh_of_training", "part_of", "sharded_like", "step_on_both", "unadvised", "undivided", "unviewed", "whole"),
+    "PIPELINE",
+    "TENSOR",
+    "divide_gradients",
+    "first_copy",
+    "gradients_by_copies",
+    "local",
+    "local_part",
+    "mesh_of_training",
+    "part_of",
+    "sharded_like",
+    "step_on_both",
+    "unadvised",
+    "undivided",
+    "unviewed",
+    "whole",
 ]
 
 # Along these dimensions of a mesh, ranks have different parameters, and parts of layers.

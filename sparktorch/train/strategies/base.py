@@ -23,7 +23,14 @@ from sparktorch.train.recipe.loss import Step, Sums
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
-    *("GradientSync", "GradientsOfRows", "Job", "Kind", "OwnState", "Start", "Strategy", "broadcast"),
+    "GradientSync",
+    "GradientsOfRows",
+    "Job",
+    "Kind",
+    "OwnState",
+    "Start",
+    "Strategy",
+    "broadcast",
     "check_optimizer_class",
 ]
 

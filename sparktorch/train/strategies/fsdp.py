@@ -42,7 +42,13 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 __all__ = [
-    *("ZERO2", "ZERO3", "ShardedGradients", "ShardingOptions", "Zero3", "check_sharded_settings", "check_sharding"),
+    "ZERO2",
+    "ZERO3",
+    "ShardedGradients",
+    "ShardingOptions",
+    "Zero3",
+    "check_sharded_settings",
+    "check_sharding",
     "needs_group",
 ]
 

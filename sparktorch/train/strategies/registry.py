@@ -21,8 +21,17 @@ from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.parameter_server import strategy as parameter_server
 
 __all__ = [
-    *("STRATEGIES", "build_strategy", "check_device", "check_loop", "check_module", "check_strategy"),
-    *("check_workers", "resumable", "strategy_for", "strategy_type", "workers_for"),
+    "STRATEGIES",
+    "build_strategy",
+    "check_device",
+    "check_loop",
+    "check_module",
+    "check_strategy",
+    "check_workers",
+    "resumable",
+    "strategy_for",
+    "strategy_type",
+    "workers_for",
 ]
 
 STRATEGIES: dict[str, Kind] = {
