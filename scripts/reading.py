@@ -119,7 +119,7 @@ def main() -> int:
     red = False
     for name, counted in measured().items():
         number = counted if isinstance(counted, int) else len(counted)
-        above = number > BOUNDS[name]
+        above = name in BOUNDS and number > BOUNDS[name]
         red |= above
         print(f"{name}: {number:,}" + (f", above the bound of {BOUNDS[name]:,}" if above and options.check else ""))
         if options.list == name and isinstance(counted, list):
