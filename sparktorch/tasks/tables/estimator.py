@@ -216,16 +216,23 @@ class TabularEstimator(LearningEstimator):
         return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
 
 
+def _loss_class(loss: Any) -> Any:
+    """Returns the class of a loss: of a name or path, only torch's, as the user's may be importable in ranks alone."""
+    if isinstance(loss, str):
+        if ":" not in loss:
+            return getattr(nn, loss, None)
+        return load_object(loss) if loss.startswith(("torch.", "torch:")) else None
+    return loss if isinstance(loss, type) else type(loss)
+
+
 def _predicts_label(loss: Any) -> bool:
     """Whether a loss of torch is least where the output is the label itself, and not, say, its logarithm."""
-    names = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
-    name = loss.rpartition(":")[2] if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-    return name in names
+    return _loss_class(loss) in (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
 def _is_squared_error(loss: Any) -> bool:
     """Whether a loss is torch's `MSELoss`, by whatever name."""
-    return isinstance(loss, nn.MSELoss) or loss in ("MSELoss", "torch.nn:MSELoss", nn.MSELoss)
+    return _loss_class(loss) is nn.MSELoss
 
 
 class TabularModel(TorchModelBase):

@@ -144,6 +144,7 @@ class Checkpointer:
                 f"checkpointDir {reason}", hint=hint, param="checkpointDir", code="ST-CHECKPOINT-DIR"
             ) from error
         self._claims.start()  # Reading all checkpoints may take longer than a lease lasts.
+        store.refuse_newer()
         going_on = unfinished(store, self._config.owner, self._job)
         if going_on is not None:
             # The check comes first, so that a refused fit leaves the directory as it is. The training that goes on may

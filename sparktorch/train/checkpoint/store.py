@@ -234,7 +234,6 @@ class CheckpointStore:
             refusals = {
                 "it was changed after it was written": content["sha256"] != _digest(values),
                 "it is that of another checkpoint": (manifest.step, manifest.attempt) != (step, attempt),
-                "it was written by a newer version of sparktorch": manifest.format > _FORMAT,
                 "it names files that no rank writes": not all(_FILE.fullmatch(name) for name in names),
                 "it lacks files of some ranks": not all(
                     f"rank-{n:05d}.pt" in names for n in range(manifest.world_size)
@@ -292,6 +291,25 @@ class CheckpointStore:
             if problem:
                 what = f"{name} of the checkpoint at step {manifest.step}"
                 raise PersistenceError(f"{what} {problem}", code="ST-CHECKPOINT-DAMAGED")
+
+    def refuse_newer(self) -> None:
+        """Raises a `PersistenceError` if a newer version of sparktorch has written a checkpoint.
+
+        This version would take it for damaged, and remove it.
+        """
+        for step, attempt in self._folders():
+            path = f"{_folder(step, attempt)}/{_MANIFEST}"
+            try:
+                layout = json.loads(self.directory.read(path))["manifest"].get("format", 1)
+            except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+                continue  # The checkpoint is unfinished or damaged.
+            if isinstance(layout, int) and layout > _FORMAT:
+                raise PersistenceError(
+                    f"checkpoint {self.directory.url}/{path} was written by a newer version of sparktorch",
+                    hint="update sparktorch, or set another checkpointDir",
+                    param="checkpointDir",
+                    code="ST-CHECKPOINT-OTHER",
+                )
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest intact checkpoint (`None` if there is none), and the errors of later checkpoints."""

@@ -157,7 +157,7 @@ class Mesh(Zero3[MeshOptions]):
         divisor = self._sizes.data * self._sizes.shard  # Gradients are averaged over so many ranks.
         if self._sizes.tensor == 1:
             return ShardedGradients(root, divisor, self._calls)
-        sync = ShardedGradients(root, divisor, self._calls, partial(self._complete, module))
+        sync = ShardedGradients(root, divisor, self._calls, partial(self._complete, module, self._summed))
         sync.completes = bool(self._summed) or isinstance(self._options.plan, str)
         return sync
 
@@ -166,7 +166,7 @@ class Mesh(Zero3[MeshOptions]):
         if self._sizes.tensor > 1:
             styles = self._styles(module)
             self._compare_division(module, styles, start)
-            self._divide_layers(module, styles, start)
+            self._summed = self._divide_layers(module, styles, start)
             if self._in_users_loop:
                 compare_first_call(module, self._layers)
         return super().prepare(module, start)
@@ -184,8 +184,7 @@ class Mesh(Zero3[MeshOptions]):
             arguments = Arguments.of_batch(batch.slice(0, 1), without_caches(module))
 
         def divide(copied: nn.Module) -> Callable[[], None]:
-            self._divide_layers(copied, styles, start)
-            return partial(self._complete, copied)
+            return partial(self._complete, copied, self._divide_layers(copied, styles, start))
 
         if 0 in dist.get_process_group_ranks(self._layers):
             compare_division(module, divide, arguments, self._layers, self._device)
@@ -200,16 +199,16 @@ class Mesh(Zero3[MeshOptions]):
             _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", size, *whole[0], others)
         return styles_of(module, self._options)
 
-    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str], start: Start) -> None:
-        """Divides those layers that this rank has, in place."""
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str], start: Start) -> list[nn.Module]:
+        """Divides those layers that this rank has, in place; returns the parts whose gradients are to be summed up."""
         if isinstance(self._options.plan, str):
             _divided_by_function(self._options.plan, module, part_of(self._ranks, "tensor"))
-            return
+            return []
         parts = {name: module.get_submodule(name) for name in styles}
         present = {name: style for name, style in styles.items() if next(parts[name].parameters(), None) is not None}
         if present:
             shard_layers(module, part_of(self._ranks, "tensor"), present, start.materialise)
-        self._summed = [parts[name] for name, style in present.items() if style == SUMMED]
+        return [parts[name] for name, style in present.items() if style == SUMMED]
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's shards, which may lie on several meshes, or beside plain tensors."""
@@ -218,10 +217,10 @@ class Mesh(Zero3[MeshOptions]):
             step_on_both(built)
         return built
 
-    def _complete(self, module: nn.Module) -> None:
-        """Completes the gradients of divided layers, and sums up those that ranks have computed in parts."""
+    def _complete(self, module: nn.Module, summed: Sequence[nn.Module]) -> None:
+        """Completes the gradients of divided layers, and sums up those of `summed`, which ranks computed in parts."""
         divide_gradients(module)
-        for part in self._summed:
+        for part in summed:
             for parameter in part.parameters(recurse=False):
                 if parameter.grad is not None:
                     dist.all_reduce(local(parameter.grad), group=self._layers)

@@ -7,7 +7,7 @@ layers, `nn.Linear` and `nn.Embedding`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -118,8 +118,9 @@ def _styles_of_pairs(module: nn.Module, size: int) -> tuple[dict[str, str], list
     """Returns the styles of known layers; and of those that cannot be divided together, the first, and why."""
     styles: dict[str, str] = {}
     whole: list[tuple[str, str]] = []
+    tied = _tied_parts(module)
     for pair in _known_pairs(module):
-        obstacles = [(name, _obstacle(module, size, name, style)) for name, style in pair]
+        obstacles = [(name, _obstacle(module.get_submodule(name), size, style, tied)) for name, style in pair]
         reasons = [(name, obstacle) for name, obstacle in obstacles if obstacle]
         if not reasons:
             styles |= dict(pair)
@@ -131,6 +132,7 @@ def _styles_of_pairs(module: nn.Module, size: int) -> tuple[dict[str, str], list
 def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Returns the style of each layer that matches a pattern; the first that matches decides."""
     parts = {name: part for name, part in module.named_modules() if name}
+    tied = _tied_parts(module)
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         matching = [name for name in parts if fnmatchcase(name, pattern)]
@@ -142,7 +144,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                 code="ST-TENSOR-PARALLEL",
             )
         for name in (name for name in matching if name not in styles):
-            reason = _obstacle(module, size, name, style)
+            reason = _obstacle(parts[name], size, style, tied)
             if reason:
                 raise ConfigError(
                     f"strategyParams.plan: {pattern!r} matches {name!r}, {reason}",
@@ -153,10 +155,9 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
     return styles
 
 
-def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
+def _obstacle(part: Any, size: int, style: str, tied: Set[nn.Module]) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
-    part: Any = module.get_submodule(name)
-    if _tied(module, part):
+    if part in tied:
         return "whose weights are tied to those of another part"  # Gradients would be summed once for each.
     if style == SUMMED:
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
@@ -180,7 +181,7 @@ def _plan_of_model(module: Any, size: int) -> dict[str, str] | None:
     plan = getattr(module, "_tp_plan", None)
     if not plan or not isinstance(plan, Mapping):
         return None
-    config = module.config
+    config = getattr(module, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, size)
         if isinstance(heads, int) and heads % size:
@@ -190,13 +191,14 @@ def _plan_of_model(module: Any, size: int) -> dict[str, str] | None:
                 param=_PARAM,
                 code="ST-TENSOR-PARALLEL",
             )
+    tied = _tied_parts(module)
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         for name, part in module.named_modules():
-            if not fnmatchcase(name, pattern) or _tied(module, part):
+            if not fnmatchcase(name, pattern) or part in tied:
                 continue
             ours = _OTHER_NAMES.get(style, style or "nothing")
-            reason = _obstacle(module, size, name, ours) if ours in STYLES else f"by {style!r}, which is not supported"
+            reason = _obstacle(part, size, ours, tied) if ours in STYLES else f"by {style!r}, which is not supported"
             if not reason:
                 styles[name] = ours
             elif style not in _WITHOUT_PARTNER:  # A vocabulary of any size is held whole.
@@ -208,10 +210,11 @@ def _plan_of_model(module: Any, size: int) -> dict[str, str] | None:
     return styles
 
 
-def _tied(module: nn.Module, part: nn.Module) -> bool:
-    """Whether another part of a module has a parameter of this one, too."""
-    holders = Counter(p for holder in module.modules() for p in holder.parameters(recurse=False))
-    return any(holders[p] > 1 for p in part.parameters(recurse=False))
+def _tied_parts(module: nn.Module) -> set[nn.Module]:
+    """Returns the parts of a module that have a parameter which another part has, too."""
+    parts = [(part, [*part.parameters(recurse=False)]) for part in module.modules()]
+    holders = Counter(parameter for _, parameters in parts for parameter in parameters)
+    return {part for part, parameters in parts if any(holders[parameter] > 1 for parameter in parameters)}
 
 
 def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:

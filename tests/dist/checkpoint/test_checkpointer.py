@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import threading
@@ -104,6 +105,20 @@ def test_another_fit_is_refused_and_one_that_has_lost_its_directory_ends_at_its_
         first.close(Position(step=3))
     assert store.claimed_by("other")
     assert not store.finished
+
+
+def test_checkpoints_of_a_newer_version_are_refused_and_stay(tmp_path: Path, line: Callable[[], Moves]) -> None:
+    with Checkpointer(config(tmp_path), {}, World(), line()) as earlier:
+        save(earlier, 10)
+    (manifest,) = tmp_path.glob("step-*/manifest.json")
+    content = json.loads(manifest.read_text())
+    content["manifest"] |= {"format": 2, "what_this_version_does_not_know": True}
+    manifest.write_text(json.dumps(content))
+    before = manifest.read_text()
+    with pytest.raises(PersistenceError, match="was written by a newer version of sparktorch") as caught:
+        Checkpointer(config(tmp_path, restart=1), {}, World(), line())
+    assert "update sparktorch" in caught.value.hint
+    assert manifest.read_text() == before
 
 
 def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
