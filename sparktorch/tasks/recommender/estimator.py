@@ -24,8 +24,9 @@ from sparktorch.spark.compat import table_of
 from sparktorch.tasks.recommender.model import Paired, RecommenderModel, id_type, structs
 from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
 from sparktorch.tasks.recommender.params import RecommenderParams
+from sparktorch.tasks.shared.column_statistics import check_rows
+from sparktorch.tasks.shared.estimator import LearningEstimator
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, free_name
-from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings
 from sparktorch.train.recipe.dry_run import OutputSpec
 

@@ -25,9 +25,9 @@ from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_wind
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
 from sparktorch.tasks.series.params import ForecasterParams
 from sparktorch.tasks.series.season import context_for, learn_season, longest_context, middle_length
+from sparktorch.tasks.shared.estimator import LearningEstimator
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.tasks.shared.layers import UNTRAINED
-from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
 
 if TYPE_CHECKING:
