@@ -46,7 +46,7 @@ _BEFORE_FOLDERS: dict[str, tuple[str, ...]] = {
     "sparktorch.ml.tasks.held_out": (f"{_TASKS}.shared.held_out",),
     "sparktorch.ml.tasks.image_size": (f"{_TASKS}.images.image_size",),
     "sparktorch.ml.tasks.labelled": (f"{_TASKS}.shared.labelled",),
-    "sparktorch.ml.tasks.learning": (f"{_TASKS}.shared.learning",),
+    "sparktorch.ml.tasks.learning": (f"{_TASKS}.shared.estimator",),
     "sparktorch.ml.tasks.ranker": (f"{_TASKS}.ranking.estimator",),
     "sparktorch.ml.tasks.recommender": (f"{_TASKS}.recommender.estimator", f"{_TASKS}.recommender.model"),
     "sparktorch.ml.tasks.season": (f"{_TASKS}.series.season",),

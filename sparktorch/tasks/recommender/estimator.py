@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import and_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ColumnError, ConfigError, ConflictError
+from sparktorch.errors import ConflictError
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.compat import table_of
-from sparktorch.tasks.recommender.model import Paired, RecommenderModel, id_type, structs
+from sparktorch.tasks.recommender.learned import FEWEST_ROWS, LearnedPairs, learn_pairs
+from sparktorch.tasks.recommender.model import RecommenderModel
 from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
+from sparktorch.tasks.recommender.pairs import PairColumns, Paired
 from sparktorch.tasks.recommender.params import RecommenderParams
-from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, free_name
-from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
+from sparktorch.tasks.shared.estimator import LearningEstimator
+from sparktorch.tasks.shared.held_out import MOST_HELD_OUT
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings
 from sparktorch.train.recipe.dry_run import OutputSpec
 
@@ -64,37 +59,12 @@ USER_SAMPLES = TaskSettings(
 
 # These Params decide whether a sample is a user.
 _USER_SAMPLE_PARAMS = ("numNegatives", "strategy", "split")
-_FEWEST_ROWS = 3  # No row is held out whose user or item has fewer rows than this.
 _MOST_RANKED_ITEMS = 20_000  # If there are more items, no item is ranked among all of them.
 _USUAL_NEGATIVES = 64  # This number of other items is then drawn for each row.
 # Sparse gradients are faster if the tables have more rows than this for each row that a step reaches.
 _SPARSE_RATIO = 4
 # Workers add up dense gradients faster if the tables have no more rows than this.
 _MOST_DENSE_ROWS = 5_000
-
-
-class LearnedPairs(NamedTuple):
-    """What an estimator has learned from the rows.
-
-    Attributes:
-        users: The users: structs of the id and of each feature.
-        items: The items, likewise.
-        mean: The mean of the ratings.
-        deviation: The standard deviation of the ratings; 0 if they are equal.
-        group: The column that groups the rows of a user, with one group for training and one for validation.
-        weight: The column of weights.
-        rows: The number of rows.
-        rare: The number of rows whose user has too few rows to hold some out, plus the number whose item has.
-    """
-
-    users: pa.StructArray
-    items: pa.StructArray
-    mean: float
-    deviation: float = 1.0
-    group: str = ""
-    weight: str = ""
-    rows: int = 0
-    rare: int = 0
 
 
 class Recommender(Paired, LearningEstimator, RecommenderParams):
@@ -278,49 +248,10 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         )
 
     def _learn(self, dataset: DataFrame) -> LearnedPairs:
-        """Learns from the training rows, in a job for users and one for items."""
         p = Values(self)
-        names = ColumnNames.of(dataset)
-        rating = p["ratingCol"]
-        columns = _pair_columns(p)
-        if repeated := names.repeated(columns):
-            raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
-        check_numbers(names, columns[2:])
         # Where the estimator holds rows out itself, users and items come from all rows.
         marks = None if self._marks else p["validationIndicatorCol"]
-        complete = dataset.where(_is_complete(names, columns))  # The ranks refuse other rows, or leave them out.
-        rows = complete.where(~names.column(marks)) if marks else complete
-        score = names.column(rating).cast("double") if rating else F.lit(0.0)
-        score_figures = [
-            F.avg(score).alias("mean"),
-            F.var_pop(score).alias("variance"),
-            F.min(score).alias("least"),
-            F.max(score).alias("most"),
-        ]
-        users = _grouped_by_id(rows, names, p["userCol"], p["userFeatures"])
-        # The figures of all ratings follow from the figures of each item's ratings.
-        items = _grouped_by_id(rows, names, p["itemCol"], p["itemFeatures"], score_figures)
-        mean, deviation = _moments(*(items[name].to_numpy() for name in ("rows", "mean", "variance")))
-        least = pc.min(items["least"]).as_py()
-        if least == pc.max(items["most"]).as_py():
-            deviation = 0.0  # Rounding can leave a deviation of equal ratings.
-        if p["implicitPrefs"] and rating:
-            if marks:
-                least = complete.agg(F.min(score)).collect()[0][0]  # Validation rows have weights, too.
-            if least < 0:
-                what = f"column {rating!r} has ratings below 0"
-                hint = "leave these rows out, or learn what users rate"
-                raise ColumnError(what, hint=hint, column=rating, code="ST-WEIGHT")
-        return LearnedPairs(
-            users=_id_structs(users, p["userCol"], p["userFeatures"]),
-            items=_id_structs(items, p["itemCol"], p["itemFeatures"]),
-            mean=mean,
-            deviation=deviation,
-            group=free_name(names, "_chosen_by") if p["implicitPrefs"] else "",
-            weight=free_name(names, "_weight") if p["implicitPrefs"] else "",
-            rows=pc.sum(items["rows"]).as_py(),
-            rare=_rare_rows(users) + _rare_rows(items),
-        )
+        return learn_pairs(dataset, PairColumns.of(self), implicit=p["implicitPrefs"], marks=marks)
 
     def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows; with implicit preferences, with a weight.
@@ -328,22 +259,23 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         If samples are users, the rows of a user are in one group, and have the sum of their weights.
         """
         p = Values(self)
+        columns = PairColumns.of(self)
         names = ColumnNames.of(dataset)
         learned = self._learned
         if learned is None or not p["implicitPrefs"]:
             return dataset
         weight = F.lit(1.0)
-        if p["ratingCol"]:
-            rating = names.column(p["ratingCol"]).cast("double")
+        if columns.rating:
+            rating = names.column(columns.rating).cast("double")
             weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * F.log1p(rating)).otherwise(0.0))
         if not self._samples_are_users:
             return dataset.withColumn(self._weight, weight)
         # An incomplete row is left out of the training, and must not count for the weight of its user.
-        weight = F.when(_is_complete(names, _pair_columns(p)), weight).otherwise(0.0)
+        weight = F.when(columns.is_complete(names), weight).otherwise(0.0)
         is_held_out = F.lit(False)
         if p["validationIndicatorCol"]:
             is_held_out = F.coalesce(names.column(p["validationIndicatorCol"]), F.lit(False))
-        rows = dataset.withColumn(learned.group, F.xxhash64(names.column(p["userCol"]), is_held_out))
+        rows = dataset.withColumn(learned.group, F.xxhash64(names.column(columns.user), is_held_out))
         return rows.withColumn(learned.weight, F.sum(weight).over(Window.partitionBy(learned.group)))
 
     def _chosen(self) -> dict[str, Any]:
@@ -357,20 +289,20 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     @property
     def _chosen_by(self) -> str:
-        return f"{super()._chosen_by}, but none of users and items with fewer than {_FEWEST_ROWS} rows"
+        return f"{super()._chosen_by}, but none of users and items with fewer than {FEWEST_ROWS} rows"
 
     def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
-        return _pair_columns(Values(self))
+        return PairColumns.of(self).read_by_fit
 
     def _mark_held_out(
         self, dataset: DataFrame, names: ColumnNames, share: float
     ) -> tuple[DataFrame, tuple[int, int] | None]:
         """Returns the rows with a share of them marked, but for rows whose user or item has few."""
         rows, counts = super()._mark_held_out(dataset, names, share)
-        p = Values(self)
-        for name in (p["userCol"], p["itemCol"]):
+        columns = PairColumns.of(self)
+        for name in (columns.user, columns.item):
             row_count = F.count(F.lit(1)).over(Window.partitionBy(names.column(name)))
-            rows = rows.withColumn(self._marks, F.col(self._marks) & (row_count >= _FEWEST_ROWS))
+            rows = rows.withColumn(self._marks, F.col(self._marks) & (row_count >= FEWEST_ROWS))
         return rows, counts
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
@@ -446,52 +378,3 @@ def _wants_sparse(p: Values, rows: int, negatives: int) -> bool:
     is_plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
     has_many_rows = rows > max(_MOST_DENSE_ROWS, _SPARSE_RATIO * rows_reached)
     return has_many_rows and is_plain and not clips and not p.strategy.divides_parameters
-
-
-def _pair_columns(p: Values) -> list[str]:
-    """Returns the columns that a fit reads: users, items, and then numbers, which are features and ratings."""
-    ratings = [p["ratingCol"]] if p["ratingCol"] else []
-    return [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *ratings]
-
-
-def _is_complete(names: ColumnNames, columns: Sequence[str]) -> Column:
-    """Returns the condition that a row has a user, an item and finite numbers, in columns as from `_pair_columns`."""
-    user, item, *numbers = map(names.column, columns)
-    is_finite = (F.coalesce(F.abs(number.cast("double")) < float("inf"), F.lit(False)) for number in numbers)
-    return reduce(and_, is_finite, user.isNotNull() & item.isNotNull())
-
-
-def _grouped_by_id(
-    rows: DataFrame, names: ColumnNames, name: str, features: Sequence[str], figures: Sequence[Column] = ()
-) -> pa.Table:
-    """Returns a row for each user or item, by their ids: `id`, `f0`, `f1` ... for features, `rows`, and the figures.
-
-    If an id has several values of a feature, it gets the largest one.
-    """
-    groups = rows.groupBy(names.column(name).cast(id_type(names, name)).alias("id"))
-    largest = [F.max(names.column(feature).cast("double")).alias(f"f{index}") for index, feature in enumerate(features)]
-    table = table_of(groups.agg(*largest, F.count(F.lit(1)).alias("rows"), *figures))
-    check_rows(table.num_rows)
-    return table.sort_by("id")
-
-
-def _id_structs(table: pa.Table, name: str, features: Sequence[str]) -> pa.StructArray:
-    """Returns ids and features, from the columns that `_grouped_by_id` returns, as structs with the users' names."""
-    columns = ["id", *(f"f{index}" for index in range(len(features)))]
-    return structs(table.select(columns), [name, *features])
-
-
-def _rare_rows(table: pa.Table) -> int:
-    """Returns the number of rows whose user or item has too few rows to hold some out."""
-    is_rare = pc.less(table["rows"], _FEWEST_ROWS)
-    return pc.sum(table["rows"].filter(is_rare)).as_py() or 0  # A sum of nothing is null.
-
-
-def _moments(rows: Any, means: Any, variances: Any) -> tuple[float, float]:
-    """Returns mean and standard deviation of all ratings, from the number, mean and variance of each group's ratings.
-
-    The last digits, which depend on the order in which Spark adds up, are left out.
-    """
-    mean = np.average(means, weights=rows)
-    variance = np.average(variances + np.square(means - mean), weights=rows)
-    return float(f"{mean:.8g}"), float(f"{variance**0.5:.6g}")

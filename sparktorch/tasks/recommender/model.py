@@ -13,37 +13,25 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import at_least, one_of
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec, input_name
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import naming_params
-from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows, table_of
-from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.session import session_of
 from sparktorch.tasks.recommender.evaluation import RankingMetrics, ranking_metrics
 from sparktorch.tasks.recommender.lists import Vectors, best_candidates
 from sparktorch.tasks.recommender.network import Pairs, Towers
+from sparktorch.tasks.recommender.pairs import Paired, id_type, structs
 from sparktorch.tasks.recommender.params import RecommenderModelParams
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Paired", "RecommenderModel", "id_type", "structs"]
-
-_IDS = ("string", "tinyint", "smallint", "int", "bigint")
-
-
-class Paired:
-    """A mixin for columns of users, items and their features in place of `inputCols`."""
-
-    def getInputCols(self) -> list[str]:
-        """Gets the columns of users and items, and the columns of their features."""
-        p = Values(self)  # type: ignore[arg-type]  # a mixin of Params
-        return [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"]]
+__all__ = ["RecommenderModel"]
 
 
 class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
@@ -231,19 +219,3 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
         if strategy == "drop":
             return ~F.isnan(scored["prediction"])
         return super()._row_filter(scored, inputs)
-
-
-def structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:
-    """Returns an array of structs, whose fields are the columns of a table under other names."""
-    return pa.StructArray.from_arrays([column.combine_chunks() for column in table.columns], names=list(names))
-
-
-def id_type(names: ColumnNames, name: str) -> str:
-    """Returns the SQL type of a column of users or items; refuses other types than strings and whole numbers."""
-    kind = names.type_of(name)
-    sql = kept_as(kind)
-    if sql not in _IDS:
-        hint = f"cast({names.sql(name)} as string), or as bigint"
-        what = f"column {name!r} is {kind.simpleString()}, and users and items are strings or whole numbers"
-        raise ColumnError(what, hint=hint, column=name)
-    return sql

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import Window as Rows
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
@@ -18,16 +16,22 @@ from sparktorch.errors import ColumnError, ConfigError, ConflictError, counted
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.compat import frame_of_rows
+from sparktorch.tasks.series.held_out import (
+    count_windows,
+    lengths_of_series,
+    mark_last_of_series,
+    mark_last_rows,
+    windows_held_out,
+)
 from sparktorch.tasks.series.learned import LearnedSeries, check_columns, learn_series
 from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
 from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
 from sparktorch.tasks.series.params import ForecasterParams
 from sparktorch.tasks.series.season import context_for, learn_season, longest_context, middle_length
-from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, windows_held_out
+from sparktorch.tasks.shared.estimator import LearningEstimator
+from sparktorch.tasks.shared.held_out import MOST_HELD_OUT
 from sparktorch.tasks.shared.layers import UNTRAINED
-from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -243,7 +247,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         window = self._window()
         check_columns(dataset, names, p)
         lengths = self._lengths(dataset)
-        windows = _count_windows(lengths, window)
+        windows = count_windows(lengths, window)
         if lengths and not windows:
             longest = counted(max(length for length, _ in lengths), "row", "rows")
             what = f"no group has {window.rows} rows, those of a window; the longest has {longest}"
@@ -258,42 +262,14 @@ class Forecaster(LearningEstimator, ForecasterParams):
             trained += split.trained * series_count
             held_out += split.held_out * series_count
             marks_by_length[length] = split.marked_rows
+        order = names.column(p["orderCol"])
         if p["groupCol"]:
-            return self._mark_last_of_series(dataset, names, marks_by_length), (trained, held_out)
-        marks = next(iter(marks_by_length.values()), 0)  # Without groups, all rows are one series.
-        return self._mark_last_rows(dataset, names, marks), (trained, held_out)
-
-    def _mark_last_rows(self, dataset: DataFrame, names: ColumnNames, count: int) -> DataFrame:
-        """Marks the last rows of one series, without a window function, which would warn that it has no partitions."""
-        if not count:
-            return dataset.withColumn(self._marks, F.lit(False))
-        order = names.column(self.getOrderCol())
-        first = f"{self._marks}_first"
-        last_rows = dataset.select(order.alias(first)).orderBy(F.desc(first)).limit(count)
-        with_first = dataset.crossJoin(F.broadcast(last_rows.agg(F.min(first).alias(first))))
-        return with_first.withColumn(self._marks, F.coalesce(order >= F.col(first), F.lit(False))).drop(first)
-
-    def _mark_last_of_series(
-        self, dataset: DataFrame, names: ColumnNames, marks_by_length: Mapping[int, int]
-    ) -> DataFrame:
-        """Marks the last rows of each series; how many follows from the number of its rows."""
-        table = pa.table(
-            {
-                "length": pa.array(list(marks_by_length), pa.int64()),
-                "marks": pa.array(list(marks_by_length.values()), pa.int64()),
-            }
-        )
-        series = Rows.partitionBy(names.column(self.getGroupCol()))
-        rows_back = f"{self._marks}_position"  # The last row of a series has 1.
-        length = f"{self._marks}_length"
-        rows = dataset.select(
-            "*",
-            F.row_number().over(series.orderBy(names.column(self.getOrderCol()).desc())).alias(rows_back),
-            F.count(F.lit(1)).over(series).alias(length),
-        )
-        marks = F.broadcast(frame_of_rows(dataset.sparkSession, table).toDF(length, self._marks))
-        rows = rows.join(marks, length, "left").withColumn(self._marks, F.col(rows_back) <= F.col(self._marks))
-        return rows.drop(rows_back, length)
+            series = names.column(p["groupCol"])
+            rows = mark_last_of_series(dataset, series, order, self._marks, marks_by_length)
+        else:
+            count = next(iter(marks_by_length.values()), 0)  # Without groups, all rows are one series.
+            rows = mark_last_rows(dataset, order, self._marks, count)
+        return rows, (trained, held_out)
 
     @property
     def _why_none_are_held_out(self) -> str:
@@ -303,14 +279,12 @@ class Forecaster(LearningEstimator, ForecasterParams):
         """Returns how many windows train; windows for validation are counted where they are marked."""
         marks = Values(self)["validationIndicatorCol"]
         training_rows = rows.where(~ColumnNames.of(rows).column(marks)) if marks else rows
-        return _count_windows(self._lengths(training_rows), self._window()), 0
+        return count_windows(self._lengths(training_rows), self._window()), 0
 
     def _lengths(self, rows: DataFrame) -> list[tuple[int, int]]:
         """Returns each number of rows that series have, with the number of series that have it."""
         group = Values(self)["groupCol"]
-        key = ColumnNames.of(rows).column(group) if group else F.lit(0)
-        lengths = rows.groupBy(key.alias("series")).agg(F.count(F.lit(1)).alias("length"))
-        return [tuple(row) for row in lengths.groupBy("length").agg(F.count(F.lit(1))).collect()]
+        return lengths_of_series(rows, ColumnNames.of(rows).column(group) if group else F.lit(0))
 
     def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the columns that tell windows apart, the target, and an array of columns for each input."""
@@ -340,11 +314,6 @@ class Forecaster(LearningEstimator, ForecasterParams):
             rows = window.rows if index in window.known_ahead else window.context
             inputs.append(replace(spec, shape=(rows, *spec.shape)))
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
-
-
-def _count_windows(lengths: Sequence[tuple[int, int]], window: Window) -> int:
-    """Returns the number of windows of all series, if none are held out; `lengths` is as from `_lengths`."""
-    return sum(windows_held_out(length, window, 0.0).trained * series_count for length, series_count in lengths)
 
 
 def _check_names_of_keys(p: Values) -> None:

@@ -16,9 +16,10 @@ from pyspark.sql import functions as F
 
 from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
 from sparktorch.distributed.root_cause import missing_module
+from sparktorch.errors import ColumnError
 from sparktorch.tasks.shared.columns import as_doubles
 
-__all__ = ["ColumnStatistics", "Figures", "column_statistics", "round_figure"]
+__all__ = ["ColumnStatistics", "Figures", "check_rows", "column_statistics", "round_figure"]
 
 # Executors return two kinds of rows: the figures of a column in one batch, which have no value, and one value of a
 # column with its count. Values of numbers also have the hash by which they are chosen if there are too many of them.
@@ -151,6 +152,13 @@ def column_statistics(
 def round_figure(value: float | None) -> float:
     """Returns a figure without its last digits, which depend on the order in which Spark adds up; 0 for null."""
     return float(f"{value or 0.0:.8g}")
+
+
+def check_rows(count: int) -> None:
+    """Refuses to learn from no rows."""
+    if not count:
+        what = "the DataFrame has no rows that train"
+        raise ColumnError(what, hint="check the filter or the path it comes from", code="ST-NO-ROWS")
 
 
 def _merge(statistics: DataFrame) -> DataFrame:

@@ -1,4 +1,4 @@
-"""The base class of estimators whose settings may be "auto", and which hold out rows to see when to end a training."""
+"""The base class of estimators for one task: they learn from the rows, hold some out, and choose "auto" settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
     from typing_extensions import Self
 
-__all__ = ["AutomaticEstimator"]
+__all__ = ["LearningEstimator"]
 
 _LOG = logging.getLogger(__name__)
 # Each of these dict Params has the arguments of another Param.
@@ -48,17 +48,20 @@ _NAMES = ("scheduler", "validationUnit")  # These Params also take text other th
 _MANY_ROWS = 1 << 20  # Before the rows are counted, settings are checked for this number of rows.
 
 
-class AutomaticEstimator(TorchEstimatorBase[Any]):
-    """An estimator that chooses settings by the number of its samples, and holds out some of them.
+class LearningEstimator(TorchEstimatorBase[Any]):
+    """An estimator that learns from the rows before it trains on them.
+
+    It also chooses settings by the number of its samples, and holds out some of them to see when to end a training.
 
     `fit`, `prepare` and `plan` call `_learn_from`. Where `_learns` is true, it calls these hooks in order:
 
     1. `_mark_held_out` if `_holds_out` is true: it marks rows;
-    2. `_learn_rows`: a subclass learns from the rows;
+    2. `_learn_rows`: it keeps in `_learned` what `_learn` returns;
     3. `_count` if `_needs_count` is true: it counts the samples, which `_capped` then bounds;
     4. `_training_rows`: it returns the rows as they are trained.
 
-    From then on, `completed` returns a copy in which each Param that is "auto" has a number for its default.
+    From then on, `completed` returns a copy in which each Param that is "auto" has a number for its default. A subclass
+    defines `_learn`, and its `completed` sets the Params that follow from `_learned`.
 
     Attributes:
         _task_settings: The constants of the task; in most estimators, a class attribute.
@@ -68,6 +71,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         _searched_rates: Factors of the default learning rate, which are choices of a TorchTuner, too.
         _marks: The column that marks the held-out rows; empty if none are held out.
         _sample: The number of samples; `None` before they are counted.
+        _learned: What `_learn` has returned; `None` before.
     """
 
     _unit = "rows"
@@ -76,6 +80,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
     _searched_rates: Sequence[float] = (0.3, 3.0)
     _marks = ""
     _sample: Sample | None = None
+    _learned: Any = None
 
     @property
     def _task_settings(self) -> TaskSettings:
@@ -142,7 +147,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _learns(self) -> bool:
-        return self._needs_count
+        return True
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
@@ -161,7 +166,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _has_learned(self) -> bool:
-        return self._sample is not None
+        return self._learned is not None
 
     def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns a copy with what it has learned from the rows, and the rows, in which held-out rows are marked.
@@ -231,7 +236,12 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         return without_nulls(rows, [*required, p["weightCol"]] if p["weightCol"] else required)
 
     def _learn_rows(self, rows: DataFrame) -> None:
-        """Learns from the rows, in estimators that do so."""
+        """Learns from the rows, and keeps what it has learned."""
+        self._learned = self._learn(rows)
+
+    def _learn(self, dataset: DataFrame) -> Any:
+        """Returns what follows from the rows; a subclass defines it."""
+        raise NotImplementedError
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         """Returns how many samples train, and how many are marked for validation."""
@@ -308,10 +318,12 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def _knowing(self, other: Any) -> Self:
         """Returns a copy with what another estimator has learned from the same rows, if it has learned anything."""
-        if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
+        if not isinstance(other, LearningEstimator) or not other._has_learned or self._has_learned:
             return self
         estimator = self.copy()
-        estimator._sample, estimator._marks = other._sample, other._marks
+        estimator._sample = other._sample
+        estimator._marks = other._marks
+        estimator._learned = other._learned
         if estimator._marks and not self.isSet("validationIndicatorCol"):
             estimator._set(validationIndicatorCol=estimator._marks)
         differing = estimator._differing(other)
@@ -327,7 +339,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
         estimator = self._knowing(getattr(source, "estimator", None))
-        return super(AutomaticEstimator, estimator)._fit_on(source, judge)
+        return super(LearningEstimator, estimator)._fit_on(source, judge)
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
@@ -345,7 +357,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if differ or any(param.name in changes for params in paramMaps for param in params):
             return Estimator.fitMultiple(self, dataset, paramMaps)
         estimator, rows = learning._learn_from(dataframe_of(dataset, "fit"))
-        return super(AutomaticEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
+        return super(LearningEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
 
 
 def _is_auto(value: Any) -> bool:

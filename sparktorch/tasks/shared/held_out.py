@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparktorch.data.columns import Window
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.tasks.shared.settings import TaskSettings
 
 __all__ = [
     "MOST_HELD_OUT",
     "Sample",
-    "WindowSplit",
     "free_name",
     "hashable",
     "in_share",
     "marked",
     "too_few",
-    "windows_held_out",
     "without_nulls",
 ]
 
@@ -47,51 +43,12 @@ class Sample:
     chosen_by: str = ""
 
 
-class WindowSplit(NamedTuple):
-    """How the windows of a series are divided.
-
-    Attributes:
-        trained: Number of windows that train.
-        held_out: Number of windows that are held out.
-        marked_rows: Number of rows that are marked for validation, the last ones of the series.
-    """
-
-    trained: int
-    held_out: int
-    marked_rows: int
-
-
 def too_few(trained: int, held_out: int, task: TaskSettings) -> bool:
     """Whether the held-out samples are too few, or leave too few to train.
 
     They also leave too few if very many samples are equal: a hash cannot divide equal samples.
     """
     return trained < task.least_trained or not task.least_held_out <= held_out <= trained
-
-
-def windows_held_out(rows: int, window: Window, share: float, most: float = 1.0, *, few: bool = False) -> WindowSplit:
-    """Divides the windows of a series with `rows` rows.
-
-    - A row that a held-out window forecasts is forecast by no window that trains: the windows between them do neither.
-    - Few windows forecast much the same rows, and say too little about others. So none are held out if the share has
-      fewer windows than begin in the rows of a horizon, or if less than half of the windows would be left to train.
-    - With `few`, for users who ask for validation, one held-out window is enough.
-    - The share that is held out is at most `most`.
-    """
-    windows = max(0, (rows - window.rows) // window.step + 1)
-    overlapping = -(-window.horizon // window.step)  # The horizons of this number of consecutive windows overlap.
-    wanted = windows * share
-    candidates: list[int] = []
-    if wanted >= overlapping:
-        candidates += [int(wanted), overlapping]
-    if few and share and windows:
-        candidates += [int(wanted), 1]
-    for candidate in candidates:
-        held_out = max(1, min(candidate, int(windows * most)))
-        trained = windows - held_out - (overlapping - 1)
-        if 2 * trained >= windows:
-            return WindowSplit(trained, held_out, (held_out - 1) * window.step + window.horizon)
-    return WindowSplit(windows, 0, 0)
 
 
 def free_name(names: ColumnNames, name: str = "_held_out") -> str:

@@ -13,7 +13,8 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.scoring.column_metadata import classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC
-from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
+from sparktorch.tasks.shared.column_statistics import check_rows
+from sparktorch.tasks.shared.estimator import LearningEstimator
 
 if TYPE_CHECKING:
     from typing_extensions import Self

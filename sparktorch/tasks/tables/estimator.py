@@ -16,7 +16,7 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
 from sparktorch.ml.scoring.column_metadata import class_index, nominal
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.tasks.shared.learning import LearningEstimator
+from sparktorch.tasks.shared.estimator import LearningEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
 from sparktorch.tasks.tables.kinds import CROSS_VALIDATION_COLUMN, ROLE_PARAMS
 from sparktorch.tasks.tables.learned import LearnedTable, learn_table, warn_of_constants

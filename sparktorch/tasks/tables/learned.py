@@ -17,8 +17,7 @@ from sparktorch.ml.scoring.column_metadata import classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
-from sparktorch.tasks.shared.column_statistics import Figures, column_statistics, round_figure
-from sparktorch.tasks.shared.learning import check_rows
+from sparktorch.tasks.shared.column_statistics import Figures, check_rows, column_statistics, round_figure
 from sparktorch.tasks.tables.kinds import Kinds, chooses_kinds, is_number, kinds_of_columns, order_inputs
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 

@@ -17,7 +17,8 @@ from sparktorch.tasks.images.estimator import IMAGES, NEW_IMAGES
 from sparktorch.tasks.ranking.estimator import RANKING
 from sparktorch.tasks.recommender.estimator import ROW_SAMPLES, USER_SAMPLES
 from sparktorch.tasks.series.estimator import SERIES
-from sparktorch.tasks.shared.held_out import Sample, too_few, windows_held_out
+from sparktorch.tasks.series.held_out import windows_held_out
+from sparktorch.tasks.shared.held_out import Sample, too_few
 from sparktorch.tasks.shared.params import AUTOMATIC
 from sparktorch.tasks.shared.settings import TaskSettings, automatic_settings
 from sparktorch.tasks.tables.estimator import TABLES

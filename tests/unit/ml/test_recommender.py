@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.errors import ConfigError
-from sparktorch.tasks.recommender.estimator import USER_SAMPLES, LearnedPairs, Recommender, _moments
+from sparktorch.tasks.recommender.estimator import USER_SAMPLES, Recommender
+from sparktorch.tasks.recommender.learned import LearnedPairs, _moments
 from sparktorch.tasks.recommender.lists import Vectors
 from sparktorch.tasks.recommender.network import PairLoss
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, Sample
