@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -250,10 +250,13 @@ class JobConfig:
 
 def _estimators() -> tuple[str, ...]:
     """Returns the public names of estimators."""
-    public = {name: getattr(sparktorch, name) for name in sparktorch.__all__}
-    return tuple(
-        name for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, TorchEstimatorBase)
-    )
+    names = []
+    for name in sparktorch.__all__:
+        with suppress(ImportError):  # Another public name may need a package that is not installed.
+            public = getattr(sparktorch, name)
+            if isinstance(public, type) and issubclass(public, TorchEstimatorBase):
+                names.append(name)
+    return tuple(names)
 
 
 _SECTIONS: dict[str, type[Any]] = {

@@ -105,7 +105,7 @@ class ColumnNames:
         return path, data_type
 
     def _field(self, part: str, path: list[str], data_type: T.DataType, name: str) -> T.StructField:
-        """Returns the field to which `part` of `name` refers: in the struct `kind` at `path`, or a top-level column."""
+        """Returns the field to which `part` of `name` refers: in the struct `data_type` at `path`, or at the top."""
         fields = data_type if isinstance(data_type, T.StructType) else T.StructType()
         matches = self._alike(part, _by_lower(fields) if path else self._top)
         if len(matches) == 1:

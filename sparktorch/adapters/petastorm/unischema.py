@@ -188,15 +188,6 @@ def _dtype(value: Any, field: str) -> str:
         return _DTYPES[value.path]
     if isinstance(value, _Record) and value.path == _NUMPY_DTYPE:
         code = value.args[0]
-        if isinstance(code, str) and re.fullmatch(r"[a-zA-Z]\d*", code):  # It is that of a simple dtype, such as `f4`.
+        if isinstance(code, str) and re.fullmatch(r"[a-zA-Z]\d*", code):  # The code is that of a simple dtype: `f4`.
             return _DTYPES[f"numpy.{np.dtype(code).type.__name__}"]
     raise ValueError(f"the type of field {field!r} is none of NumPy's that Petastorm stores")
-
-
-def _is_code(text: Any) -> bool:
-    """Whether a value is the NumPy code of a simple dtype, such as `f4`."""
-    return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None
-
-
-def _image_format(state: Any) -> str:
-    return _FORMATS[state["_image_codec"].lstrip(".").lower()]  # Petastorm has no other formats.

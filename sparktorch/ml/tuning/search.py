@@ -87,7 +87,7 @@ class Search:
     """The trials of one search.
 
     Attributes:
-        left: The number of trials that may still begin.
+        remaining: The number of trials that may still begin.
         models: The model of the study's best trial, by the number of the trial; empty if an earlier run trained it.
     """
 

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import is_object
-from sparktorch.errors import ConfigError, shortens
+from sparktorch.errors import ConflictError, shortens
 from sparktorch.ml.fit.refusals import check_named_groups
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
@@ -191,7 +191,7 @@ class Ranker(TabularEstimator, RankerParams):
 def _check_members(p: Values) -> None:
     """Refuses the user's own loss for a fitted network of several members, each of which has a score for a row."""
     if p.trained is not None and _members(p.trained) > 1 and _is_custom(p["loss"]):
-        raise ConfigError(
+        raise ConflictError(
             "loss is your own and gets one score a row, and the network of the fitted model has several members",
             hint="fit that model with this loss or with moduleParams={'members': 1}, or set loss='listnet'",
             param="loss",

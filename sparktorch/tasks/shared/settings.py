@@ -123,8 +123,7 @@ def automatic_settings(
         workers: The number of workers that train alone on their share of the samples, as under strategy "independent".
     """
     rows = max(1, rows // workers)
-    least_power = 1 << max(0, least_batch - 1).bit_length()  # It is the smallest power of two that is no less.
-    batch = batch_size or max(_batch(rows, task), least_power)
+    batch = batch_size or max(_batch(rows, task), _power(least_batch))
     steps = -(-rows // batch)
     epochs = _epochs_with_validation(rows, steps, task) if validates else _fixed_epochs(rows, steps, task)
     patience: int | None = None

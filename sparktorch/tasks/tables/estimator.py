@@ -91,7 +91,8 @@ class TabularEstimator(LearningEstimator):
             arguments["members"] = 1  # A user's step expects one output for each row.
         if self._task == "regression":
             arguments["scales"] = learned.scales
-            if _predicts_label(Values(self)["loss"]):
+            is_custom_step = Values(self)["trainingStep"] is not None
+            if learned.nonnegative and not is_custom_step and _predicts_label(Values(self)["loss"]):
                 # A price or a count below 0 is wrong in any case, and 0 is nearer to every label.
                 arguments["nonnegative"] = list(learned.nonnegative)
         return arguments

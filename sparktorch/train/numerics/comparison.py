@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.train.numerics.determinism import seed_all, untouched_generators
+from sparktorch.train.numerics.determinism import generators_state, seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import local
 
 __all__ = ["Results", "is_fake", "norms_of_gradients", "results_of"]
@@ -28,11 +28,13 @@ class Results:
         outputs: Its numbers that may have a gradient, on the host; of a module without values, all tensors.
         norms: The norm of the gradient of each parameter by name.
         tolerance: How far others may differ by rounding, relative to the largest number of an output, and to a norm.
+        is_random: Whether it has drawn random numbers: a divided module draws others, so that nothing can be compared.
     """
 
     outputs: list[torch.Tensor]
     norms: dict[str, float]
     tolerance: float
+    is_random: bool = False
 
     def difference(self, other: Results) -> str:
         """Returns what `other`, of the divided module, does otherwise; an empty text if it computes the same."""
@@ -70,10 +72,14 @@ def results_of(
     that of a head of zeros tells what is before it. Modes, generators and gradients are as before. Of a module without
     values, the outputs have none either, and there are no gradients.
     """
-    with _in_evaluation(module):
-        tensors = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with _in_evaluation(module, device):
         if is_fake(module.parameters()):
-            return Results(tensors, {}, _TOLERANCE)
+            return Results(_tensors_of(call()), {}, _TOLERANCE)
+        before = pytree.tree_leaves(generators_state(device))
+        tensors = _tensors_of(call())
+        after = pytree.tree_leaves(generators_state(device))
+        is_random = not all(map(_is_same, before, after))
         outputs = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         differentiable = [output for output in outputs if output.requires_grad]
         if differentiable:
@@ -83,7 +89,15 @@ def results_of(
         parameter.grad = None
     floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
     tolerance = max([_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
-    return Results([output.detach().cpu() for output in outputs], norms, tolerance)
+    return Results([output.detach().cpu() for output in outputs], norms, tolerance, is_random)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else bool(value == other)
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def norms_of_gradients(module: nn.Module) -> dict[str, float]:
@@ -105,10 +119,9 @@ def _factors_like(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
+def _in_evaluation(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context of a call in evaluation, with gradients, after which modes and generators are as before."""
     modes = {part: part.training for part in module.modules()}
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     cudnn: Any = torch.backends.cudnn  # Its recurrent layers have no gradients in evaluation.
     enabled, cudnn.enabled = cudnn.enabled, False
     try:

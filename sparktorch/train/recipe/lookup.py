@@ -99,11 +99,15 @@ def signature_of(factory: Any) -> str:
         return "unknown"
 
 
-def unknown_parameter(factory: Any, names: Iterable[str]) -> str:
+def unknown_parameter(factory: Any, names: Iterable[Any]) -> str:
     """Returns the parameter that a name is nearest to, if a callable has none of that name; empty without such."""
-    parameters = parameters_of(factory)
+    parameters = parameters_of(factory).values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
     for name in names:
-        if name not in parameters and (close := difflib.get_close_matches(name, parameters, n=1)):
+        close = difflib.get_close_matches(name, accepted, n=1) if isinstance(name, str) else []
+        if close and name not in accepted:
             return f"did you mean {close[0]!r} by {name!r}? "
     return ""
 

@@ -65,20 +65,33 @@ class _Unviewed(torch.autograd.Function):
         return gradient
 
 
-def unviewed(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A forward hook after which a caller may change the outputs in place, as `nn.ReLU(inplace=True)` does.
+def unviewed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """A forward hook, with keywords, after which a caller may change the outputs in place.
 
     Autograd forgets the hooks of a view that is changed in place, FSDP's among them, and refuses to change one that a
-    function has made, as those of divided layers.
+    function has made, as those of divided layers. An output in the memory of an input stays a view: a change is one of
+    the input, too, whose gradient would be another one.
     """
     if torch.compiler.is_compiling():  # Compiled code has other operators in place of changes.
         return output
 
     def without_view(tensor: torch.Tensor) -> Any:
-        is_view = tensor.requires_grad and tensor._is_view()
-        return _Unviewed.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
+        if not (tensor.requires_grad and tensor._is_view()):
+            return tensor
+        memory = _memory(tensor)
+        inputs = [_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return tensor if memory is None or memory in inputs else _Unviewed.apply(tensor)  # type: ignore[no-untyped-call]
 
     return pytree.tree_map_only(torch.Tensor, without_view, output)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Returns the address of a tensor's memory; `None` for tensors without memory of their own, as in `torch.vmap`."""
+    is_plain = not hasattr(tensor, "to_local") and tensor.layout == torch.strided
+    if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def divide_gradients(module: nn.Module) -> None:

@@ -126,7 +126,8 @@ class Zero3(Strategy[S]):
             self._calls = SameCalls(groups if is_host(self._device) else [])  # No step waits for an accelerator.
         for part in [*parts, module]:
             start.materialise(part)
-            part.register_forward_hook(unviewed)  # FSDP's hook, which gathers in backward, comes after it.
+            # FSDP's hook, which gathers in backward, comes after this one.
+            part.register_forward_hook(unviewed, with_kwargs=True)
             alike: Any = SameParameters(names[part], part)
             sharded = fully_shard(
                 part,

@@ -282,7 +282,7 @@ def _divided_by_function(path: str, module: nn.Module, mesh: DeviceMesh) -> None
         )
     for part in module.modules():
         if any(hasattr(parameter, "to_local") for parameter in part.parameters(recurse=False)):
-            part.register_forward_hook(unviewed)
+            part.register_forward_hook(unviewed, with_kwargs=True)
 
 
 def check_mesh(job: Job) -> None:

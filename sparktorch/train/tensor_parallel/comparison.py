@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.devices import free_bytes, is_host, let_go
+from sparktorch.base.host_memory import available_bytes
 from sparktorch.errors import ClusterError, ModuleError, refusing
 from sparktorch.train.numerics.comparison import Results, norms_of_gradients, results_of
 from sparktorch.train.sharding.arguments import Arguments
@@ -39,14 +40,14 @@ def compare_division(
     """Compares a copy of a module with one whose layers are divided among the ranks of a group, of one row.
 
     It is a collective of these ranks. The first one calls the undivided copy on `device`; nothing is compared if that
-    fails, does not fit there, or has no gradients. `divide` divides the layers of a module, and returns what completes
-    the gradients of this rank.
+    fails, does not fit there, draws random numbers, or has no gradients. `divide` divides the layers of a module, and
+    returns what completes the gradients of this rank.
 
     Raises:
         ModuleError: The divided copy fails, returns something else, or has other gradients.
     """
     arguments = arguments.to(device)
-    results = [_undivided(module, arguments, device) if group.rank() == 0 else None]
+    results = [_undivided(module, arguments, group.size(), device) if group.rank() == 0 else None]
     dist.broadcast_object_list(results, group=group, group_src=0)
     (expected,) = results
     if expected is None:
@@ -70,20 +71,25 @@ def compare_division(
         raise ModuleError(what, hint=_HINT, **about, code="ST-TENSOR-PARALLEL")
 
 
-def _undivided(module: nn.Module, arguments: Arguments, device: torch.device) -> Results | None:
+def _undivided(module: nn.Module, arguments: Arguments, ranks: int, device: torch.device) -> Results | None:
     """Returns what a copy of the undivided module computes; `None` if that cannot be compared."""
     try:
-        # Gradients are as large as parameters.
-        size = 2 * sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
-        if not is_host(device) and size > free_bytes(str(device)) * _DEVICE_SHARE:
-            share = f"{_DEVICE_SHARE:.0%} of what is free"
-            raise ClusterError(f"with gradients it has {size:,} bytes, more than {share}")
+        size = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
+        if is_host(device):
+            copies, free = ranks + 1, available_bytes()  # Each rank makes a copy, and the first one has gradients.
+        else:
+            copies, free = 2, free_bytes(str(device))  # Gradients are as large as parameters.
+        if copies * size > free * _DEVICE_SHARE:
+            raise ClusterError(f"{copies} times its {size:,} bytes are more than {_DEVICE_SHARE:.0%} of what is free")
         copied = copy.deepcopy(module).to(device)
         results = results_of(copied, partial(arguments.call, copied), norms_of_gradients)
         del copied
         let_go(str(device))
     except Exception as error:
         _log.warning("the plan is not compared with the undivided module, which fails on %s: %s", device, error)
+        return None
+    if results.is_random:
+        _log.warning("the plan is not compared with the undivided module, which draws random numbers in evaluation")
         return None
     return results if results.norms else None
 

@@ -71,7 +71,7 @@ def shard_layers(
         parallelize_module(part, mesh, style, src_data_rank=None)  # No rank sends the others its parameters.
         if isinstance(part, nn.Embedding):
             part.register_forward_pre_hook(_check_index)
-        part.register_forward_hook(unviewed)
+        part.register_forward_hook(unviewed, with_kwargs=True)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # Its kernels for nested tensors take whole layers.

@@ -95,6 +95,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], bool]] = {
     "chance": (partial(Chance, torch.tanh), PAIR, False),
     "masked": (partial(Masked, torch.tanh), PAIR, False),
     "half": (lambda: Between(torch.tanh).bfloat16(), PAIR, False),
+    "drawn in evaluation": (partial(Between, nn.functional.dropout), PAIR, False),
     "softmax": (partial(Between, lambda h: h.softmax(-1)), PAIR, True),
     "softmax before zeros": (partial(Headless, lambda h: h.softmax(-1)), PAIR, True),
     "a number of heads": (partial(Between, lambda h: h.view(len(h), 2, -1).softmax(-1).flatten(1)), PAIR, True),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from sparktorch.data.columns import VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.errors import ConfigError, ModuleError, UnusedParameterError
+from sparktorch.errors import ConfigError, ModuleError, SparkTorchError, UnusedParameterError
 from sparktorch.train.strategies.registry import check_device
 from tests.support.frames import Table
 from tests.support.nets import Branched, Parted, Rotated, Routed, Score, Tower
@@ -299,6 +299,38 @@ class InPlace(nn.Module):
         out += rows
         last: torch.Tensor = self.last(F.relu(out, inplace=True).flatten(1))
         return last.squeeze(1)
+
+
+class Dropped(nn.Module):
+    """A block that returns its input, as one of stochastic depth that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Doubled(nn.Module):
+    """Changes in place what a block returns, and computes with the block's input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(5, 8), Dropped(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x)
+        out = self.block(rows)
+        out.mul_(2)
+        last: torch.Tensor = self.last(out + rows)
+        return last.squeeze(1)
+
+
+def test_a_change_of_what_a_part_returns_of_its_input_is_refused_and_not_trained_otherwise() -> None:
+    job = job_for(recipe={"module": Doubled}, strategy="zero3", strategy_params={"min_parameters": 9})
+    with pytest.raises(SparkTorchError, match="is a view and is being modified inplace"):
+        trained(job, 2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressionModel, TabularRegressor
 from sparktorch.data.distribution import Distribution
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError, ConflictError
 from sparktorch.ml.fit.values import Values
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
@@ -231,6 +231,10 @@ def test_the_network_of_a_ranker_has_one_member_for_a_loss_of_ones_own(loss: Any
     assert ranker._network_arguments["members"] == members
 
 
+def _own_step(module: nn.Module, batch: Any) -> Any:
+    """A step whose output may be the logarithm of the label."""
+
+
 @pytest.mark.parametrize(
     ("loss", "nonnegative"),
     [
@@ -251,6 +255,7 @@ def test_predictions_of_amounts_are_never_negative_where_the_loss_compares_them_
     regressor._learned = ranker._learned = learned
     assert regressor._network_arguments.get("nonnegative") == nonnegative
     assert "nonnegative" not in ranker._network_arguments
+    assert "nonnegative" not in regressor.setTrainingStep(_own_step)._network_arguments
 
 
 @pytest.mark.parametrize("source", [TableNetwork, PATH])
@@ -264,7 +269,7 @@ def test_a_loss_of_ones_own_is_refused_where_a_fitted_model_has_several_members(
     def ranker(members: int, loss: Any) -> Ranker:
         return Ranker(groupCol="query", module=fitted(members), loss=loss)
 
-    with pytest.raises(ConfigError, match="the network of the fitted model has several members"):
+    with pytest.raises(ConflictError, match="the network of the fitted model has several members"):
         ranker(4, Unhashable()).completed()
     for members, loss in ((1, Unhashable()), (4, "lambdarank")):
         assert ranker(members, loss).completed()._takes_table

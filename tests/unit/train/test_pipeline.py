@@ -142,7 +142,8 @@ class Counting(Paired):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += len(x)
+        if self.training:
+            self.seen += len(x)
         return super().forward(x)
 
 
@@ -178,6 +179,7 @@ class Without(nn.Module):
         (partial(Changes, lambda m, out: out * (1 if m.training else 2)), "compute something else than it"),
         (Centring, r"(?s)two rows at a time, compute something else.*compute each row by itself"),
         (Counting, "changes buffer 'seen'"),
+        (lambda: Counting().eval(), "changes buffer 'seen'"),
         (partial(Changes, lambda m, out: out.mean()), r"returns a tensor of shape \(\) for 2 rows"),
         (
             partial(Cuts, lambda m, stages: [*m.second, *m.first, m.norm]),
@@ -189,6 +191,11 @@ def test_a_module_that_is_not_the_composition_of_its_stages_is_refused(module: A
     made = module()
     with pytest.raises(ModuleError, match=says):
         check_equal(Cut(made, 2, []), ROWS, made)
+
+
+def test_a_module_that_draws_in_evaluation_is_not_compared_with_its_stages() -> None:
+    module = Changes(lambda _, out: out + torch.randn_like(out))
+    check_equal(Cut(module, 2, []), ROWS, module)
 
 
 @pytest.mark.parametrize(
