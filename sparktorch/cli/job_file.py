@@ -22,6 +22,7 @@ from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.first_row_trial import as_planned
 from sparktorch.ml.fit.translate import translate
 from sparktorch.spark.column_names import ColumnNames, quoted
+from sparktorch.spark.frame.equal_rows import NUMBER, tell_apart
 from sparktorch.spark.rdd import dataframe_of
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
@@ -83,10 +84,14 @@ class DataSection:
         """Splits the rows by their contents, or by a column; returns the training rows and the held-out rows."""
         if not self.holdout:  # This comes first, because some columns, such as maps, cannot be hashed.
             return data, data.limit(0)
-        hashed = [ColumnNames.of(data).column(group)] if group else [*map(quoted, data.columns)]
+        if group:
+            hashed = [ColumnNames.of(data).column(group)]
+        else:
+            columns = [quoted(name) for name in data.columns]
+            data, hashed = tell_apart(data, columns, columns)
         bucket = F.pmod(F.xxhash64(*hashed), F.lit(_BUCKETS))
         held_out = bucket < F.lit(int(self.holdout * _BUCKETS))
-        return data.where(~held_out), data.where(held_out)
+        return data.where(~held_out).drop(NUMBER), data.where(held_out).drop(NUMBER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +150,13 @@ class TrackingSection:
         uri: The tracking URI; by default, MLflow's own settings name one.
         artifacts: Where a new experiment keeps its artifacts.
         experiment: Name of the experiment.
-        model: The name under which the model is registered.
+        model: The name under which the model is registered; by default, the `name` of the job.
     """
 
     uri: str | None = None
     artifacts: str | None = None
     experiment: str = "sparktorch"
-    model: str = "model"
+    model: str | None = None
 
     def connect(self) -> None:
         """Sets MLflow's tracking URI and experiment; creates folders and experiment if they are missing."""
@@ -199,6 +204,11 @@ class JobConfig:
     estimator: EstimatorSection
     score: ScoreSection | None = None
     tracking: TrackingSection = field(default_factory=TrackingSection)
+
+    @property
+    def registered_name(self) -> str:
+        """The name under which MLflow registers the model."""
+        return self.tracking.model or self.name
 
     def __post_init__(self) -> None:
         if self.estimator.kind == "Forecaster" and self.data.holdout and not self._group:

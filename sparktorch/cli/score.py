@@ -62,7 +62,7 @@ def score(
     from sparktorch.tracking import load_model
 
     job.tracking.connect()
-    uri = model_uri or job.scoring.model or f"models:/{job.tracking.model}/latest"
+    uri = model_uri or job.scoring.model or f"models:/{job.registered_name}/latest"
     model = load_model(uri)
     if streamed:
         rows = _stream(model.transform((job.scoring.data or job.data).stream(spark)), job, every)

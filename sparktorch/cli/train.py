@@ -37,12 +37,12 @@ def run(options: argparse.Namespace) -> int:
         job.tracking.connect()
         with runs.start_run(run_name=job.name) as logged:
             model = estimator.fit(training)
-            info = log_model(model, registered_model_name=job.tracking.model)
+            info = log_model(model, registered_model_name=job.registered_name)
         for record in model.summary.history[-1:]:
             numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
             print("last epoch:", ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
         print(f"trained on {model.summary.rows} rows by {model.summary.numWorkers} workers")
         print(f"run: {logged.info.run_id}")
-        print(f"model: models:/{job.tracking.model}/{info.registered_model_version}")
+        print(f"model: models:/{job.registered_name}/{info.registered_model_version}")
         print(f"training job: {time.perf_counter() - started:.1f} s")
     return 0

@@ -328,9 +328,9 @@ def _check_names_of_keys(p: Values) -> None:
 def _check_training(p: Values) -> None:
     """Refuses Params with which no windows can be trained on."""
     if p["step"] < 1:
-        raise ConfigError(f"step is {p['step']}", hint="set it to 1 or more", param="step", code="ST-CLASH")
+        raise ConfigError(f"step is {p['step']}", hint="set it to 1 or more", param="step", code="ST-VALUE")
     if p["season"] is not None and p["season"] < 1:
-        raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-CLASH")
+        raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-VALUE")
     if p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")):
         raise ConflictError(
             "loss is set, and quantiles have a loss of their own", hint="leave one of them out", param="loss"

@@ -221,17 +221,20 @@ def check_windows(p: Values) -> None:
     check_set(p, "labelCol", "name the column to forecast")
     if p["context"] is not None and p["context"] < 2:
         raise ConfigError(
-            f"context is {p['context']}, and steps are seen from two rows on", param="context", code="ST-CLASH"
+            f"context is {p['context']}, and the time between rows is known from two rows on",
+            hint="set it to 2 or more, or leave it out",
+            param="context",
+            code="ST-VALUE",
         )
     check_set(p, "horizon", "set it to the rows to forecast")
     if p["horizon"] < 1:
-        raise ConfigError(f"horizon is {p['horizon']}", hint="set it to 1 or more", param="horizon", code="ST-CLASH")
+        raise ConfigError(f"horizon is {p['horizon']}", hint="set it to 1 or more", param="horizon", code="ST-VALUE")
     if p["quantiles"] != sorted({quantile for quantile in p["quantiles"] if 0 < quantile < 1}):
         raise ConfigError(
             f"quantiles are {p['quantiles']}",
             hint="give them in ascending order, each between 0 and 1",
             param="quantiles",
-            code="ST-CLASH",
+            code="ST-VALUE",
         )
 
 

@@ -19,6 +19,7 @@ from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_ro
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.equal_rows import NUMBER, tell_apart
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.tasks.shared.held_out import (
     MOST_HELD_OUT,
@@ -212,9 +213,11 @@ class LearningEstimator(TorchEstimatorBase[Any]):
 
         The numbers are of the samples that train and that are held out.
         """
-        p = Values(self)
-        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._distinguishing_columns(names))
-        return marked(dataset, in_share(columns, share), self._marks), None
+        key = Values(self)["idCol"]
+        columns = hashable(names, [key] if key else self._distinguishing_columns(names))
+        if not key:
+            dataset, columns = tell_apart(dataset, columns, hashable(names, names.schema.names))
+        return marked(dataset, in_share(columns, share), self._marks).drop(NUMBER), None
 
     def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns that tell rows apart: inputs and label."""
@@ -287,7 +290,7 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         least = self._task_settings.least_trained
         if self._sample.trained < least:
             return f"fewer than {least}"
-        return "many are equal: an idCol would tell them apart"
+        return "too few are left of them"
 
     def _search_space(self) -> dict[str, list[Any]]:
         rate = Values(self.completed())["learningRate"]

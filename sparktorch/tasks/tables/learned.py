@@ -310,7 +310,8 @@ def _number_of_classes(column: str, figures: Figures) -> int:
         what = f"column {column!r} has labels {figures.smallest:g} ... {figures.largest:g}"
         raise ColumnError(
             f"{what}, and classes are counted from 0",
-            hint="subtract the smallest, or cast the column to string: then the labels are learned",
+            hint="subtract the smallest, or cast the column to string: then the labels are learned; TabularRegressor "
+            "predicts numbers",
             column=column,
             code="ST-LABEL-RANGE",
         )

@@ -7,6 +7,7 @@ import glob
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ __all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
 KERNELS = ("foreach", "fused")
 
 # A module with these attributes is a LightningModule.
+_LONGEST_PARAMS = 500  # The edges of bins of a table would fill the screen.
 _STEPS_ITSELF = ("training_step", "configure_optimizers", "automatic_optimization")
 
 
@@ -152,7 +154,8 @@ class Recipe:
                 module = build(make)
             except Exception:
                 # The hint is written only now, because moduleParams may be large.
-                hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+                params = shorten(str(dict(self.module_params)), _LONGEST_PARAMS, placeholder=" ...")
+                hint = f"its parameters are {signature_of(factory)}; moduleParams are {params}"
                 hint = unknown_parameter(factory, self.module_params) + hint
                 if build is not called:
                     hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"

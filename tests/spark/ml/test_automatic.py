@@ -24,6 +24,7 @@ from sparktorch import (
     TorchRegressor,
     TorchTuner,
 )
+from sparktorch.cli.job_file import DataSection
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.tasks.shared.held_out import Sample, in_share
 
@@ -103,6 +104,25 @@ def test_any_number_of_workers_holds_out_the_same_rows_and_trains_the_same(custo
         assert other.summary.validationRows == one.summary.validationRows
         for name, tensor in weights(one).items():
             torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_of_equal_rows_a_share_is_held_out_in_any_partitioning(spark: SparkSession) -> None:
+    students = spark.range(2_400).select(
+        F.when(F.col("id") % 2 == 0, "male").otherwise("female").alias("Gender"),
+        F.concat(F.lit("ABCDEF").substr((F.col("id") % 6 + 1).cast("int"), F.lit(1)), F.lit("")).alias("Dept"),
+        (F.floor(F.col("id") / 12) % 2).cast("int").alias("admitted"),
+        (F.col("id") % 7).alias("weight"),
+    )
+    estimator = TabularClassifier(labelCol="admitted", weightCol="weight", progress=False)
+    marks = [estimator._learn_from(students.repartition(count))[1].toPandas() for count in (1, 5)]
+    shares = [rows.groupby(["Gender", "Dept", "admitted"])["_held_out"].mean() for rows in marks]
+    assert len(shares[0]) == 12
+    assert 0.02 < shares[0].min() <= shares[0].max() < 0.25
+    counted = [rows.value_counts().sort_index() for rows in marks]
+    assert counted[0].equals(counted[1])
+    _, held_out = DataSection(path="rows.parquet", holdout=0.2).split(students)
+    assert len(held_out.select("Gender", "Dept", "admitted").distinct().collect()) == 12
+    assert held_out.columns == students.columns
 
 
 def test_a_label_that_only_held_out_rows_have_is_learned(customers: DataFrame) -> None:

@@ -1,0 +1,30 @@
+"""Rows that equal others: a further column tells them apart, so that a hash can divide them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+__all__ = ["NUMBER", "tell_apart"]
+
+NUMBER = "_number_among_equal_rows"
+_FIRST_ROWS = 10_000
+_MOST_EQUAL = 0.05
+
+
+def tell_apart(rows: DataFrame, columns: Sequence[Column], others: Sequence[Column]) -> tuple[DataFrame, list[Column]]:
+    """Returns rows, and the columns by which a hash can divide them.
+
+    A hash of `columns` alone would choose all rows that are equal there, or none. So if more than a twentieth of the
+    first 10,000 rows equal others, the rows get a column `NUMBER`: the number of a row among its equals, from 1 on.
+    It is the same in any partitioning: only rows that are equal in `others`, too, may change places. To find that out
+    takes a short Spark job.
+    """
+    first = rows.select(F.xxhash64(*columns).alias("hash")).limit(_FIRST_ROWS)
+    count, distinct = first.agg(F.count("*"), F.count_distinct("hash")).collect()[0]
+    if count - distinct <= _MOST_EQUAL * count:
+        return rows, [*columns]
+    equals = Window.partitionBy(F.xxhash64(*columns)).orderBy(F.xxhash64(*others))
+    return rows.select("*", F.row_number().over(equals).alias(NUMBER)), [*columns, F.col(NUMBER)]
