@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from sparktorch.base.host_memory import out_of_memory_kills
@@ -21,7 +22,7 @@ from sparktorch.errors import (
     failure_in,
 )
 
-__all__ = ["ChainError", "RootCause", "missing_module"]
+__all__ = ["ChainError", "RootCause", "missing_module", "naming_missing_modules"]
 
 # Spark's message matches this pattern where a rank's process or executor may have died.
 _DEATH = (
@@ -226,6 +227,18 @@ def _cancellation_in(message: str, error: Exception) -> ClusterError | None:
         hint="by cancelAllJobs, by a cancellation of its job group or tag, or in Spark's UI; fit again",
         code="ST-CANCELLED",
     )
+
+
+@contextmanager
+def naming_missing_modules() -> Iterator[None]:
+    """Context of a Spark job, in which the error of an executor that lacks a module says how to ship it."""
+    try:
+        yield
+    except Exception as error:
+        missing = missing_module(str(error))
+        if missing is None:
+            raise
+        raise missing from error
 
 
 def missing_module(message: str) -> ClusterError | None:

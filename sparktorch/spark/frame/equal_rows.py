@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from sparktorch.distributed.root_cause import naming_missing_modules
+
 __all__ = ["NUMBER", "tell_apart"]
 
 NUMBER = "_number_among_equal_rows"
@@ -23,7 +25,8 @@ def tell_apart(rows: DataFrame, columns: Sequence[Column], others: Sequence[Colu
     takes a short Spark job.
     """
     first = rows.select(F.xxhash64(*columns).alias("hash")).limit(_FIRST_ROWS)
-    count, distinct = first.agg(F.count("*"), F.count_distinct("hash")).collect()[0]
+    with naming_missing_modules():
+        count, distinct = first.agg(F.count("*"), F.count_distinct("hash")).collect()[0]
     if count - distinct <= _MOST_EQUAL * count:
         return rows, [*columns]
     equals = Window.partitionBy(F.xxhash64(*columns)).orderBy(F.xxhash64(*others))

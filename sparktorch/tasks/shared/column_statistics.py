@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
-from sparktorch.distributed.root_cause import missing_module
+from sparktorch.distributed.root_cause import naming_missing_modules
 from sparktorch.errors import ColumnError
 from sparktorch.tasks.shared.columns import as_doubles
 
@@ -193,13 +193,8 @@ def _collect(statistics: DataFrame, limit: Column) -> list[Row]:
     limited = limited.withColumn("size", F.count(F.lit(1)).over(same_position))
     # Where the limit leaves out values of a number, only the distribution is needed, for which fewer values do.
     needed = F.col("hash").isNull() | (F.col("size") < limit) | (F.col("rank") <= MOST_VALUES)
-    try:
+    with naming_missing_modules():
         return limited.where(needed).collect()
-    except Exception as error:
-        missing = missing_module(str(error))
-        if missing is None:
-            raise
-        raise missing from error
 
 
 def _figures(rows: Sequence[Row]) -> Figures:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparktorch.base.config import at_least
 from sparktorch.errors import ConfigError, counted
@@ -20,6 +21,7 @@ from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.equal_rows import NUMBER, tell_apart
+from sparktorch.spark.frame.refusals import no_boolean
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.tasks.shared.held_out import (
     MOST_HELD_OUT,
@@ -175,6 +177,9 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         If the held-out rows would be too few, it learns from the rows once more, and holds none out.
         """
         names = ColumnNames.of(dataset)
+        marks = Values(self)["validationIndicatorCol"]
+        if marks and not isinstance(names.type_of(marks), T.BooleanType):
+            raise no_boolean(names.type_of(marks), marks)
         share = float(Values(self)["validationFraction"]) if self._holds_out else 0.0
         estimator = self.copy()
         rows = dataset

@@ -92,7 +92,7 @@ def _check_inputs(
     chosen_inputs: Mapping[str, str],
     used: Sequence[str],
 ) -> None:
-    """Refuses the label among the inputs, and inputs that one Param names and another one leaves out.
+    """Refuses the label among the inputs, and columns that one Param names and another one leaves out, or names too.
 
     Args:
         p: The Params.
@@ -101,6 +101,12 @@ def _check_inputs(
         chosen_inputs: The names in `inputCols`, by column.
         used: The names of all columns that have a kind.
     """
+    numeric = _by_column(names, p["numericCols"] or ())
+    in_both = [name for column, name in _by_column(names, p["categoricalCols"] or ()).items() if column in numeric]
+    if in_both:
+        name = min(in_both)
+        what = f"column {name!r} is in categoricalCols and in numericCols"
+        raise ColumnError(what, hint="name it in one of them", column=name)
     outside = [name for column, name in explicitly_named.items() if chosen_inputs and column not in chosen_inputs]
     if outside:
         name = min(outside)

@@ -276,6 +276,10 @@ def test_labels_of_any_size_are_learned_and_the_order_of_columns_is_the_users(
         TabularClassifier(labelCol="rating", **chosen).fit(prices)
     with pytest.raises(ColumnError, match="the same label in all rows"):
         TabularClassifier(labelCol="kind", **chosen).fit(prices.where("kind = 'a'"))
+    with pytest.raises(ColumnError, match="'size' must be boolean"):
+        TabularClassifier(labelCol="kind", validationIndicatorCol="size", **chosen).fit(prices)
+    with pytest.raises(ColumnError, match="'size' is in categoricalCols and in numericCols"):
+        TabularClassifier(labelCol="kind", categoricalCols=["size"], numericCols=["size"], **chosen).fit(prices)
     kinds = TabularClassifier(labelCol="kind", **chosen).fit(prices)
     with pytest.raises(ColumnError, match=r"holds 'c'.* 0 \.\.\. 1 \(a, b\): 200 rows have no label"):
         kinds.evaluate(prices.withColumn("kind", F.lit("c")))
