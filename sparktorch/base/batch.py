@@ -276,7 +276,7 @@ def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None
     tensor.
     """
     if tensor.is_nested:
-        all_offsets: torch.Tensor = tensor.offsets()  # type: ignore[attr-defined]  # torch's nested
+        all_offsets: torch.Tensor = tensor.offsets()  # type: ignore[attr-defined]  # Torch types a nested tensor as a plain one.
     elif tensor.layout == torch.sparse_csr:
         all_offsets = tensor.crow_indices()
     else:
@@ -297,7 +297,7 @@ def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout is torch.sparse_csr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout is torch.jagged:
-        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]  # torch's nested
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]  # Torch types a nested tensor as a plain one.
     return (tensor,)
 
 

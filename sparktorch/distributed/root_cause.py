@@ -22,7 +22,7 @@ from sparktorch.errors import (
     failure_in,
 )
 
-__all__ = ["ChainError", "RootCause", "missing_module", "naming_missing_modules"]
+__all__ = ["ChainError", "RootCause", "naming_missing_modules"]
 
 # Spark's message matches this pattern where a rank's process or executor may have died.
 _DEATH = (
@@ -235,13 +235,13 @@ def naming_missing_modules() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        missing = missing_module(str(error))
+        missing = _missing_module(str(error))
         if missing is None:
             raise
         raise missing from error
 
 
-def missing_module(message: str) -> ClusterError | None:
+def _missing_module(message: str) -> ClusterError | None:
     """Returns the error for executors whose Python lacks a module, as Spark's message shows; `None` for others."""
     raised = re.search(_RAISED, message)
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1]) if raised else None
@@ -267,4 +267,4 @@ def _from_message(message: str) -> SparkTorchError:
     if "DistNetworkError" in raised[1]:
         what = f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}"
         return ClusterError(what, hint=UNREACHED_HINT)
-    return missing_module(message) or RankError(f"a rank could not start: {raised[1]}", trace=raised[0])
+    return _missing_module(message) or RankError(f"a rank could not start: {raised[1]}", trace=raised[0])

@@ -12,7 +12,7 @@ from sparktorch.distributed.root_cause import naming_missing_modules
 __all__ = ["NUMBER", "tell_apart"]
 
 NUMBER = "_number_among_equal_rows"
-_FIRST_ROWS = 10_000
+_FIRST_ROWS = 2_000  # Where so few rows hold no equals, the groups of equal rows are too small to matter.
 _MOST_EQUAL = 0.05
 
 
@@ -20,14 +20,13 @@ def tell_apart(rows: DataFrame, columns: Sequence[Column], others: Sequence[Colu
     """Returns rows, and the columns by which a hash can divide them.
 
     A hash of `columns` alone would choose all rows that are equal there, or none. So if more than a twentieth of the
-    first 10,000 rows equal others, the rows get a column `NUMBER`: the number of a row among its equals, from 1 on.
-    It is the same in any partitioning: only rows that are equal in `others`, too, may change places. To find that out
-    takes a short Spark job.
+    first rows equal others, the rows get a column `NUMBER`: the number of a row among its equals, from 1 on. The
+    number is the same in any partitioning: only rows that are equal in `others`, too, may change places.
     """
-    first = rows.select(F.xxhash64(*columns).alias("hash")).limit(_FIRST_ROWS)
+    # Spark takes the first rows from the first partitions, and runs no job over all partitions, as for a count.
     with naming_missing_modules():
-        count, distinct = first.agg(F.count("*"), F.count_distinct("hash")).collect()[0]
-    if count - distinct <= _MOST_EQUAL * count:
+        first = rows.select(F.xxhash64(*columns)).take(_FIRST_ROWS)
+    if len(first) - len(set(first)) <= _MOST_EQUAL * len(first):
         return rows, [*columns]
     equals = Window.partitionBy(F.xxhash64(*columns)).orderBy(F.xxhash64(*others))
     return rows.select("*", F.row_number().over(equals).alias(NUMBER)), [*columns, F.col(NUMBER)]

@@ -295,7 +295,7 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         least = self._task_settings.least_trained
         if self._sample.trained < least:
             return f"fewer than {least}"
-        return "too few are left of them"
+        return "too few would train, or be held out"
 
     def _search_space(self) -> dict[str, list[Any]]:
         rate = Values(self.completed())["learningRate"]

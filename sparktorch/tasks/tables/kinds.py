@@ -92,7 +92,7 @@ def _check_inputs(
     chosen_inputs: Mapping[str, str],
     used: Sequence[str],
 ) -> None:
-    """Refuses the label among the inputs, and columns that one Param names and another one leaves out, or names too.
+    """Refuses the label among the inputs, and columns about which two Params contradict each other.
 
     Args:
         p: The Params.

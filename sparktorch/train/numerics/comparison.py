@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from sparktorch.train.numerics.determinism import generators_state, seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import local
 
-__all__ = ["Results", "is_fake", "norms_of_gradients", "results_of"]
+__all__ = ["Results", "in_mode", "is_fake", "norms_of_gradients", "results_of"]
 
 _TOLERANCE = 1e-2  # Wrong divisions make differences of the size of the numbers themselves.
 
@@ -119,17 +119,30 @@ def _factors_like(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Context in which a module is in training or in evaluation, after which all its parts are as before."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.train(training)
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
 def _in_evaluation(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context of a call in evaluation, with gradients, after which modes and generators are as before."""
-    modes = {part: part.training for part in module.modules()}
     cudnn: Any = torch.backends.cudnn  # Its recurrent layers have no gradients in evaluation.
     enabled, cudnn.enabled = cudnn.enabled, False
     try:
-        with untouched_generators(device), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            in_mode(module, training=False),
+            untouched_generators(device),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             seed_all(0)
-            module.eval()
             yield
     finally:
         cudnn.enabled = enabled
-        for part, mode in modes.items():
-            part.training = mode

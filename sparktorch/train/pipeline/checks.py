@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, line_of_user, refusing
-from sparktorch.train.numerics.comparison import Results, is_fake, norms_of_gradients, results_of
+from sparktorch.train.numerics.comparison import Results, in_mode, is_fake, norms_of_gradients, results_of
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import HOW, Cut, bare
 from sparktorch.train.recipe.loss import Step
@@ -71,12 +71,8 @@ def check_equal(cut: Cut, arguments: Arguments, module: nn.Module) -> None:
 def _check_buffers(arguments: Arguments, module: nn.Module) -> None:
     """Refuses a module whose forward pass changes a buffer in training."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    modes = {part: part.training for part in module.modules()}
-    with untouched_generators(torch.device("cpu")):
-        module.train()
+    with untouched_generators(torch.device("cpu")), in_mode(module, training=True):
         _whole([arguments], module)
-    for part, mode in modes.items():
-        part.training = mode
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise _differs(

@@ -100,7 +100,7 @@ def signature_of(factory: Any) -> str:
 
 
 def unknown_parameter(factory: Any, names: Iterable[Any]) -> str:
-    """Returns the parameter that a name is nearest to, if a callable has none of that name; empty without such."""
+    """Returns a hint for the first name that no parameter has and one is near to; empty if there is none."""
     parameters = parameters_of(factory).values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ""
@@ -108,7 +108,7 @@ def unknown_parameter(factory: Any, names: Iterable[Any]) -> str:
     for name in names:
         close = difflib.get_close_matches(name, accepted, n=1) if isinstance(name, str) else []
         if close and name not in accepted:
-            return f"did you mean {close[0]!r} by {name!r}? "
+            return f"{name!r} is none of its parameters: did you mean {close[0]!r}? "
     return ""
 
 

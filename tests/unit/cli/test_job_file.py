@@ -149,6 +149,15 @@ def test_a_folder_of_runs_that_cannot_be_made_is_refused(tmp_path: Path) -> None
         TrackingSection(uri=f"sqlite:///{tmp_path}/file/mlflow.db").connect()
 
 
+def test_a_model_is_registered_by_the_name_of_the_job_or_of_tracking() -> None:
+    sections: dict[str, Any] = {
+        "data": DataSection(path="rows"),
+        "estimator": EstimatorSection(kind="TabularClassifier"),
+    }
+    assert JobConfig(name="churn", **sections).registered_name == "churn"
+    assert JobConfig(name="churn", tracking=TrackingSection(model="leavers"), **sections).registered_name == "leavers"
+
+
 def test_the_rows_of_a_function_are_no_stream() -> None:
     with pytest.raises(ConfigError, match=r"jobs\.datasets:flowers is a function, and only files and tables can be"):
         DataSection(source="jobs.datasets:flowers").stream(Mock())

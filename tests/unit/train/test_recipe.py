@@ -92,7 +92,12 @@ def test_an_instance_is_copied_and_keeps_its_weights() -> None:
     [
         (Mlp, {"widht": 3}, "module Mlp cannot be built: TypeError", "hidden: 'int' = 8"),
         (Mlp, {2: 3}, "module Mlp cannot be built: TypeError", "its parameters are (inputs"),
-        (Mlp, {"hiden": 3}, "module Mlp cannot be built: TypeError", "did you mean 'hidden' by 'hiden'? "),
+        (
+            Mlp,
+            {"hiden": 3},
+            "module Mlp cannot be built: TypeError",
+            "'hiden' is none of its parameters: did you",
+        ),
         (nets.not_a_module, {}, "module not_a_module returned int, not an nn.Module", "pass an nn.Module class"),
         (Mlp(), {"hidden": 3}, "moduleParams are given, but module is an instance", "pass the class instead"),
     ],
